@@ -1,0 +1,31 @@
+"""The errors of the package. Every message has three parts: what was given, why it cannot work, what to do."""
+
+from __future__ import annotations
+
+__all__ = ["PrivacyConfigError", "RaptorError", "ReleaseError", "UnsupportedModelError"]
+
+
+class RaptorError(ValueError):
+    """Base class: a `ValueError` with a three-part message.
+
+    Args:
+        given: what was passed or found, e.g. "`max_grad_norm=1.0` was set".
+        why: why it cannot work, or what it would do to the privacy guarantee.
+        instead: what to do instead.
+    """
+
+    def __init__(self, given: str, why: str, instead: str):
+        self.given, self.why, self.instead = given, why, instead
+        super().__init__(" ".join(part.rstrip(".") + "." for part in (given, why, instead)))
+
+
+class PrivacyConfigError(RaptorError):
+    """A setting that would break, weaken or misstate the privacy guarantee."""
+
+
+class UnsupportedModelError(RaptorError):
+    """A model whose structure cannot be told, or that mixes records."""
+
+
+class ReleaseError(RaptorError):
+    """A release that would publish what must stay private, or a claim that does not hold."""
