@@ -7,6 +7,7 @@ some not at all. Imports inside functions count; those under `if TYPE_CHECKING:`
 from __future__ import annotations
 
 import ast
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -160,6 +161,17 @@ def test_audit_keeps_to_the_public_side_of_the_trainer(path):
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Attribute) and ast.unparse(node.value).split(".")[-1] == "trainer":
             assert not node.attr.startswith("_"), f"{ids(path)}:{node.lineno} uses trainer.{node.attr}"
+
+
+def test_every_library_in_use_is_a_declared_dependency():
+    tomllib = pytest.importorskip("tomllib")
+    project = tomllib.loads((ROOT.parent / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extras = project["optional-dependencies"]
+    declared = project["dependencies"] + extras["demo"] + extras["pld"]
+    names = {re.split(r"[^\w.-]", requirement)[0].replace("-", "_") for requirement in declared}
+    names = (names - {"pyyaml"}) | {"yaml"}
+    used = {library for path in FILES for library in used_libraries(path)}
+    assert not used - names
 
 
 @pytest.mark.parametrize("path", FILES, ids=ids)
