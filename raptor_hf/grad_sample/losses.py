@@ -1,0 +1,44 @@
+"""The loss of one record, as the engines differentiate it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from raptor_hf.errors import PrivacyConfigError
+
+__all__ = ["Forward", "LossFn", "model_loss", "residual_weighted"]
+
+Forward = Callable[..., Any]
+"""Keyword inputs of a batch of one record -> the model's outputs."""
+
+LossFn = Callable[[Forward, Mapping[str, torch.Tensor]], torch.Tensor]
+"""(forward, batch of one record) -> that record's scalar loss."""
+
+
+def model_loss(forward: Forward, record: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """The loss that the model itself computes from `labels`: for a batch of one, the record's own mean loss."""
+    loss = forward(**record)["loss"]
+    if loss is None:
+        raise PrivacyConfigError(
+            "A batch without labels was given",
+            "The model returned no loss, so there is nothing to differentiate",
+            "Add a `labels` column to the training set",
+        )
+    return loss
+
+
+def residual_weighted(loss_fn: LossFn, gamma: float = 1.0) -> LossFn:
+    """w_i^gamma * loss_i with w_i = 1 - exp(-loss_i), a constant for the gradient (Eq. 22).
+
+    For cross entropy w_i = 1 - softmax(z_i)_{y_i}; the logits are those of the same forward pass.
+    """
+
+    def weighted(forward: Forward, record: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        loss = loss_fn(forward, record)
+        weight = -torch.expm1(-loss.detach())
+        return weight.clamp_min(0.0) ** gamma * loss
+
+    return weighted

@@ -1,0 +1,91 @@
+"""The Gaussian mechanism of one stream: a clipped sum that knows its sensitivity, and its one noisy release."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+
+from raptor_hf.privacy.clipping import clip_and_sum, clip_and_sum_by_owner
+from raptor_hf.privacy.noise import NoiseSource
+from raptor_hf.validate import finite, positive
+
+__all__ = ["ClippedSum", "release"]
+
+
+class ClippedSum:
+    """The sum of clipped per-sample gradients of one logical batch, built up micro-batch by micro-batch.
+
+    The clipping norm is given once, here. The noise takes its scale from `sensitivity` and from nowhere else, so
+    that the bound that was enforced and the bound that is paid for cannot differ.
+
+    Args:
+        shapes: name -> shape of the released tensor. For an expert stream the first dimension counts the owners.
+        max_norm: C. num_owners: E for an expert stream; None for a stream every record contributes to as a whole.
+
+    Attributes:
+        sensitivity: L2 change of the sum when one record is added or removed: C.
+    """
+
+    def __init__(
+        self,
+        shapes: Mapping[str, torch.Size],
+        max_norm: float,
+        *,
+        num_owners: int | None = None,
+        device: torch.device | str = "cpu",
+    ):
+        self.sensitivity = positive("max_norm", max_norm)
+        self.num_owners = num_owners
+        self.sums = {name: torch.zeros(shape, device=device) for name, shape in shapes.items()}
+
+    def add(self, grads: Mapping[str, torch.Tensor], owner: torch.Tensor | None = None) -> None:
+        """Clip and add one micro-batch: per-sample gradients (b, *shape), or each record's owner's with `owner` (b,)."""
+        if (owner is None) != (self.num_owners is None):
+            raise ValueError(
+                "Owners were given to a stream without owners, or missing in one with them. The sum's sensitivity "
+                "would be wrong. Pass `owner` exactly when `num_owners` was set."
+            )
+        if set(grads) != set(self.sums):
+            raise ValueError(
+                f"Gradients of {sorted(set(grads) ^ set(self.sums))[:3]} are missing or unexpected. The norm must run "
+                "over all tensors of the stream. Pass exactly the stream's tensors."
+            )
+        if owner is None:
+            sums, _ = clip_and_sum(grads, self.sensitivity)
+        else:
+            sums, _ = clip_and_sum_by_owner(grads, owner, self.num_owners or 0, self.sensitivity)
+        for name, value in sums.items():
+            # keep the widest type seen: float64 tests stay exact
+            self.sums[name] = self.sums[name].to(value.dtype).add_(value)
+
+    def reduce(self, all_reduce: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Sum over processes; `all_reduce` maps a tensor to its sum over all of them."""
+        self.sums = {name: all_reduce(value) for name, value in self.sums.items()}
+
+
+def release(
+    clipped: ClippedSum, noise_multiplier: float, denominator: float, noise: NoiseSource
+) -> dict[str, torch.Tensor]:
+    """(sum + N(0, (sigma * sensitivity)^2 I)) / denominator: the noisy gradient of one stream (Eqs. 7 and 9).
+
+    Args:
+        noise_multiplier: sigma >= 0. denominator: a public constant, B for the shared stream and B / E for an
+            expert; never a realised count.
+
+    Returns:
+        name -> tensor of the sums' shapes, float32 or wider.
+
+    Formal guarantees:
+        One Gaussian mechanism of noise multiplier sigma over add/remove of one record (given Poisson sampling of
+        the batch, a subsampled one). Every coordinate gets noise: also those of an owner without records, also when
+        the batch was empty.
+    """
+    if finite("noise_multiplier", noise_multiplier) < 0:
+        raise ValueError(f"`noise_multiplier={noise_multiplier}` was given. It cannot be negative. Pass a value >= 0.")
+    positive("denominator", denominator)
+    scale = noise_multiplier * clipped.sensitivity
+    return {
+        name: (value + noise.normal(value.shape, scale, device=value.device)) / denominator
+        for name, value in clipped.sums.items()
+    }
