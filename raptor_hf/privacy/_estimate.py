@@ -64,7 +64,12 @@ def estimate_epsilon(groups: Sequence[tuple[float, float, int]], delta: float) -
     near = np.array([z0 * 0.99, z0, z0 * 1.01])
     k_near = composed(near)
     curvature = (k_near[0] - 2 * k_near[1] + k_near[2]) / (0.01 * z0) ** 2 + 1 / z0**2 + 1 / (z0 + 1) ** 2
-    spacing = 0.3 / math.sqrt(curvature)
+    # A sum at spacing h instead of the integral adds delta(eps + k 2 pi / h) exp(k z0 2 pi / h) for k = -1, 1, ...
+    # The term below is at most exp(-2 pi z0 / h); the one above is bounded by Chernoff at any higher order.
+    higher = orders > 1.01 * z0
+    above = np.min((k_real[higher] - k_near[1] + 20) / (orders[higher] - z0)) if higher.any() else 0.0
+    below = -math.log(1e-9 * delta) / z0
+    spacing = min(0.3 / math.sqrt(curvature), 2 * math.pi / max(above, below))
     nodes, values = [], []
     for start in range(0, _MAX_NODES, 64):
         z = z0 + 1j * spacing * np.arange(start, start + 64)

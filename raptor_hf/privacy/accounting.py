@@ -260,35 +260,46 @@ def max_cycles(
     def mechanisms(cycles: int) -> list[Mechanism]:
         return [Mechanism(sigma, sample_rate, count + cycles) for sigma, count in streams]
 
-    def rough(cycles: int) -> bool:
+    def roughly_fits(cycles: int, aim: float) -> bool:
         groups = group_mechanisms(mechanisms(cycles))
-        return not groups or rough_epsilon(groups, delta) <= target
+        return not groups or rough_epsilon(groups, delta) <= aim
+
+    def upper(cycles: int) -> float:
+        try:
+            return compute_epsilon(mechanisms(cycles), delta, accountant=accountant).upper
+        except EpsilonRangeError:
+            return math.inf
 
     def fits(cycles: int) -> bool:
-        groups = group_mechanisms(mechanisms(cycles))
-        # The estimate is never far above the truth: past the target and the range there is nothing to certify.
-        if groups and rough_epsilon(groups, delta) > 1.05 * min(target, MAX_EPSILON):
-            return False
-        return compute_epsilon(mechanisms(cycles), delta, accountant=accountant).upper <= target
+        return roughly_fits(cycles, 1.02 * target) and upper(cycles) <= target
 
-    if limit == 0 or fits(limit):
+    # Aim with the estimate, lowered by what the certificate adds to it; then certify on both sides of the crossing.
+    aim = _last_true(lambda cycles: roughly_fits(cycles, target), limit)
+    certificate = upper(aim)
+    if aim == limit and certificate <= target:
         return limit
-    aim = _last_true(rough, 0, limit)
-    # Certify around the uncertified answer, in a window that grows until it holds the crossing.
-    width = max(1, aim // 100)
-    low, high = max(0, aim - width), min(limit, aim + 1)
+    if aim and math.isfinite(certificate):
+        addition = certificate - rough_epsilon(group_mechanisms(mechanisms(aim)), delta)
+        aim = _last_true(lambda cycles: roughly_fits(cycles, target - addition), aim)
+    low, high, width = aim, min(limit, aim + 1), 1
     while low > 0 and not fits(low):
-        high, width = low, 2 * width
-        low = max(0, low - width)
+        low, high, width = max(0, low - width), low, 2 * width
     while high < limit and fits(high):
-        low, high = high, min(limit, high + width)
-    return _last_true(fits, low, high)
+        low, high, width = high, min(limit, high + width), 2 * width
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return high if high > low and fits(high) else low
 
 
-def _last_true(condition: Callable[[int], bool], low: int, high: int) -> int:
-    """The largest k in [low, high) with condition(k), given that it fails at `high`; 0 when it fails at `low` too."""
-    if not condition(low):
-        return 0
+def _last_true(condition: Callable[[int], bool], limit: int) -> int:
+    """The largest k <= limit with condition(k), for a condition that holds up to some k; 0 when it never holds."""
+    low, high = 0, 1
+    while high < limit and condition(high):
+        low, high = high, 2 * high
+    high = min(high, limit)
+    if high == limit and condition(limit):
+        return limit
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if condition(middle) else (low, middle)

@@ -23,10 +23,10 @@ from raptor_hf.privacy.accounting import (
     MAX_NOISE,
     MIN_NOISE,
     Mechanism,
-    group_mechanisms,
-    rough_epsilon,
     check_delta,
     compute_epsilon,
+    group_mechanisms,
+    rough_epsilon,
 )
 from raptor_hf.validate import integer, one_of, positive, probability
 

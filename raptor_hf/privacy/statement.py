@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from raptor_hf.errors import PrivacyConfigError, ReleaseError
+from raptor_hf.privacy._card import NOISE_SOURCES, round_up, statement_markdown
 from raptor_hf.privacy.accounting import (
     ACCOUNTANTS,
     EpsilonBounds,
@@ -27,7 +28,6 @@ from raptor_hf.validate import finite, integer, one_of, positive, probability
 __all__ = ["NOT_COVERED", "OtherDelta", "PrivacyStatement", "StreamStatement"]
 
 SCHEMA_VERSION = 1
-NOISE_SOURCES = {"os_entropy": "operating-system entropy", "insecure_seed": "seeded (insecure)"}
 NOT_COVERED = (
     "hyper-parameter search and model selection on the private data: only this run is accounted for",
     "evaluation data: metrics and losses computed on them are outside the guarantee",
@@ -328,43 +328,7 @@ class PrivacyStatement:
 
     def to_markdown(self) -> str:
         """The privacy section of a model card: the verdict, a table, and what is not covered."""
-        rows = [
-            ("Method", self.method),
-            ("Unit, adjacency", f"{self.unit}; {self.adjacency}"),
-            ("Epsilon (upper bound), spent / planned", f"{_show(self.epsilon_spent)} / {_show(self.epsilon_planned)}"),
-            ("Delta", f"{self.delta:.4g}"),
-        ]
-        for row in self.other_deltas:
-            spent, planned = (_show(value, "above 20") for value in (row.epsilon_spent, row.epsilon_planned))
-            rows.append((f"Epsilon at delta = {row.delta:g}, spent / planned", f"{spent} / {planned}"))
-        if self.target_epsilon is not None:
-            rows.append(("Target epsilon", f"{self.target_epsilon:g}"))
-        for name, stream in self.streams.items():
-            rows.append(
-                (
-                    f"{name.capitalize()} stream",
-                    f"noise multiplier {_plain(stream.noise_multiplier)}, clip norm {_plain(stream.max_grad_norm)}, "
-                    f"sample rate {stream.sample_rate:.6g}, denominator {stream.denominator:g}, "
-                    f"steps {stream.steps_taken} of {stream.steps_planned}",
-                )
-            )
-        version = f" {self.accountant_version}" if self.accountant_version else ""
-        error = "" if self.accountant_error is None else f", numerical error {self.accountant_error:.2g} included"
-        rows += [
-            ("Records (public), expected batch", f"{self.dataset_size}, {self.expected_batch_size:g}"),
-            ("Sampling", self.sampling),
-            ("Experts", self.parallel_composition),
-            ("Noise", NOISE_SOURCES[self.noise_source]),
-            ("Accountant", f"{self.accountant}{version}{error}"),
-            ("Base model", self.base_model or "not stated"),
-            ("Public corpus", self.public_corpus or "none"),
-        ]
-        if self.public_corpus:
-            rows.append(("Disjointness from the private data", self.disjointness or "not checked"))
-        rows.append(("Private diagnostics", "computed and shown" if self.research_diagnostics else "not computed"))
-        table = ["| | |", "|---|---|", *(f"| {name} | {_cell(value)} |" for name, value in rows)]
-        uncovered = [f"- {_cell(text)}" for text in self.not_covered]
-        return "\n".join([f"**{self.verdict}**", "", *table, "", "Not covered:", "", *uncovered, ""])
+        return statement_markdown(self)
 
 
 _AGAIN = "Ask for the file that `PrivacyStatement.to_json` wrote"
@@ -392,7 +356,7 @@ def _verdict(
         reasons.append("private diagnostics were computed and shown")
     if reasons:
         return "NOT PRIVATE: " + "; ".join(reasons)
-    return f"({_round_up(epsilon)}, {delta:.3g})-differentially private per record (add or remove one)"
+    return f"({round_up(epsilon)}, {delta:.3g})-differentially private per record (add or remove one)"
 
 
 def _mechanisms(streams: list[StreamStatement], count: str) -> list[Mechanism]:
@@ -416,23 +380,3 @@ def _parallel_composition(
         f"owner, fixed by the frozen base model, and the record moves that expert's sum alone; together they cost as "
         f"much as one expert"
     )
-
-
-def _round_up(value: float | None) -> str:
-    """Four significant digits, never below the value: a rounded claim must still hold."""
-    if not value:
-        return "0"
-    places = 3 - math.floor(math.log10(value))
-    return f"{math.ceil(value * 10**places) / 10**places:.{max(places, 0)}f}"
-
-
-def _show(value: float | None, missing: str = "infinite") -> str:
-    return missing if value is None else _round_up(value)
-
-
-def _plain(value: float | None) -> str:
-    return "none" if value is None else f"{value:.6g}"
-
-
-def _cell(text: str) -> str:
-    return text.replace("|", "\\|").replace("\n", " ")
