@@ -13,8 +13,19 @@ os.environ.setdefault("MKL_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("MPLBACKEND", "Agg")
 
+import pytest  # noqa: E402
 from hypothesis import settings  # noqa: E402
 
 # A deadline measures the machine's load, not the code.
 settings.register_profile("raptor", deadline=None)
 settings.load_profile("raptor")
+
+
+@pytest.fixture
+def exact_norms(monkeypatch):
+    """Switch's norms without their cast to float32: exact tests run in float64 throughout."""
+    from transformers.models.switch_transformers.modeling_switch_transformers import SwitchTransformersLayerNorm
+
+    from tests.helpers import exact_norm
+
+    monkeypatch.setattr(SwitchTransformersLayerNorm, "forward", exact_norm)

@@ -63,9 +63,9 @@ class NoiseSource:
         if finite("std", std) < 0:
             raise ValueError(f"`std={std}` was given. A standard deviation cannot be negative. Pass a value >= 0.")
         if std == 0:
-            return torch.zeros(shape, device=device)
+            return torch.zeros(shape, dtype=torch.float32, device=device)
         draws = 4 if self.secure_mode else 1
-        noise = torch.zeros(shape, device=device)
+        noise = torch.zeros(shape, dtype=torch.float32, device=device)
         for _ in range(draws):
             noise += self._standard_normal(shape, torch.device(device))
         return noise.mul_(std / draws**0.5)
@@ -77,4 +77,4 @@ class NoiseSource:
             return torch.from_numpy(np.asarray(generator.standard_normal(tuple(shape)), dtype=np.float32))
         generator = torch.Generator(device=device)
         generator.manual_seed(int.from_bytes(self.entropy.bytes(8), "little", signed=True))
-        return torch.randn(shape, generator=generator, device=device)
+        return torch.randn(shape, generator=generator, dtype=torch.float32, device=device)

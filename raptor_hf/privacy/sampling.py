@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from raptor_hf.errors import PrivacyConfigError
 from raptor_hf.privacy.noise import EntropySource
 from raptor_hf.validate import integer, probability
 
@@ -49,7 +50,13 @@ class PoissonSampler:
         self.dataset_size = integer("dataset_size", dataset_size, minimum=1)
         self.sample_rate = probability("sample_rate", sample_rate)
         integer("world_size", world_size, minimum=1)
-        self._records = np.arange(integer("rank", rank), dataset_size, world_size)
+        if integer("rank", rank) >= world_size:
+            raise PrivacyConfigError(
+                f"`rank={rank}` of `world_size={world_size}` was given",
+                "Its records would have a second coin, or leave others without one",
+                "Number the processes from 0 to world_size - 1",
+            )
+        self._records = np.arange(rank, dataset_size, world_size)
         self._entropy = entropy or EntropySource()
 
     def _draw(self) -> np.ndarray:
