@@ -58,7 +58,7 @@ def estimate_epsilon(groups: Sequence[tuple[float, float, int]], delta: float) -
     k_real = composed(orders)
     # The order at which exp(K - z eps) / (z (z + 1)) = delta gives the smallest epsilon: the saddle point.
     z0 = float(orders[np.argmin((k_real - math.log(delta) - np.log(orders * (orders + 1))) / orders)])
-    tables = [(_losses(sigma, p, z0 + 2), steps) for sigma, p, steps in groups]
+    tables = [(_losses(sigma, p, 2 * z0 + 2), steps) for sigma, p, steps in groups]
 
     # Width of the integrand at the saddle point: the spread of the tilted loss and the poles at 0 and -1.
     near = np.array([z0 * 0.99, z0, z0 * 1.01])
@@ -66,8 +66,8 @@ def estimate_epsilon(groups: Sequence[tuple[float, float, int]], delta: float) -
     curvature = (k_near[0] - 2 * k_near[1] + k_near[2]) / (0.01 * z0) ** 2 + 1 / z0**2 + 1 / (z0 + 1) ** 2
     # A sum at spacing h instead of the integral adds delta(eps + k 2 pi / h) exp(k z0 2 pi / h) for k = -1, 1, ...
     # The term below is at most exp(-2 pi z0 / h); the one above is bounded by Chernoff at any higher order.
-    higher = orders > 1.01 * z0
-    above = np.min((k_real[higher] - k_near[1] + 20) / (orders[higher] - z0)) if higher.any() else 0.0
+    raised = z0 * np.geomspace(0.02, 1.0, 40)
+    above = float(np.min((composed(z0 + raised) - k_near[1] + 20) / raised))
     below = -math.log(1e-9 * delta) / z0
     spacing = min(0.3 / math.sqrt(curvature), 2 * math.pi / max(above, below))
     nodes, values = [], []
