@@ -1,2 +1,106 @@
-"""x"""
+"""Differentially private fine-tuning of sparse Mixture-of-Experts models: the Hugging Face Trainer, privately.
+
+The public names are imported on first use, so that `import raptor_hf` and the command line start at once.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
 __version__ = "0.1.0"
+
+_HOME = {
+    "LayerSelection": "moe.selection",
+    "MoEFamily": "moe.layout",
+    "MoELayout": "moe.layout",
+    "PrivacyBudgetCallback": "callbacks",
+    "PrivacyConfigError": "errors",
+    "PrivacyStatement": "privacy.statement",
+    "RaptorConfig": "config",
+    "RaptorTrainer": "trainer",
+    "ReleaseError": "errors",
+    "SwitchTransformersForSequenceClassification": "models",
+    "UnsupportedModelError": "errors",
+    "attach_adapters": "moe",
+    "calibrate_noise_multipliers": "privacy",
+    "check_model": "checks",
+    "clip_and_sum": "privacy.clipping",
+    "compute_epsilon": "privacy",
+    "find_moe_layout": "moe",
+    "load_adapter": "moe",
+    "owner_distribution": "moe",
+    "owner_map": "moe",
+    "per_sample_gradients": "grad_sample",
+    "register_moe_layout": "moe",
+    "routing_table": "moe",
+    "select_layer": "moe",
+    "stream_parameters": "moe",
+}
+
+__all__ = [
+    "LayerSelection",
+    "MoEFamily",
+    "MoELayout",
+    "PrivacyBudgetCallback",
+    "PrivacyConfigError",
+    "PrivacyStatement",
+    "RaptorConfig",
+    "RaptorTrainer",
+    "ReleaseError",
+    "SwitchTransformersForSequenceClassification",
+    "UnsupportedModelError",
+    "__version__",
+    "attach_adapters",
+    "calibrate_noise_multipliers",
+    "check_model",
+    "clip_and_sum",
+    "compute_epsilon",
+    "find_moe_layout",
+    "load_adapter",
+    "owner_distribution",
+    "owner_map",
+    "per_sample_gradients",
+    "register_moe_layout",
+    "routing_table",
+    "select_layer",
+    "stream_parameters",
+]
+
+if TYPE_CHECKING:
+    from raptor_hf.callbacks import PrivacyBudgetCallback
+    from raptor_hf.checks import check_model
+    from raptor_hf.config import RaptorConfig
+    from raptor_hf.errors import PrivacyConfigError, ReleaseError, UnsupportedModelError
+    from raptor_hf.grad_sample import per_sample_gradients
+    from raptor_hf.models import SwitchTransformersForSequenceClassification
+    from raptor_hf.moe import (
+        LayerSelection,
+        MoEFamily,
+        MoELayout,
+        attach_adapters,
+        find_moe_layout,
+        load_adapter,
+        owner_distribution,
+        owner_map,
+        register_moe_layout,
+        routing_table,
+        select_layer,
+        stream_parameters,
+    )
+    from raptor_hf.privacy import calibrate_noise_multipliers, compute_epsilon
+    from raptor_hf.privacy.clipping import clip_and_sum
+    from raptor_hf.privacy.statement import PrivacyStatement
+    from raptor_hf.trainer import RaptorTrainer
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"raptor_hf.{_HOME[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

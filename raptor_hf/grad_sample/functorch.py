@@ -26,8 +26,8 @@ def _protected(model: nn.Module, parameters: Mapping[str, torch.Tensor]) -> tupl
         if names and set(names) == set(parameters):
             return path, names
     raise ValueError(
-        f"`owner` was given with parameters {sorted(parameters)[:2]}. They are not the adapters of one layer's experts. "
-        'Pass `stream_parameters(model)["expert"]`, or leave `owner` out.'
+        f"`owner` was given with parameters {sorted(parameters)[:2]}. They are not the adapters of one layer's "
+        'experts. Pass `stream_parameters(model)["expert"]`, or leave `owner` out.'
     )
 
 

@@ -47,9 +47,10 @@ class SwitchTransformersForSequenceClassification(SwitchTransformersPreTrainedMo
 
     def _init_weights(self, module: nn.Module) -> None:
         # Switch's default for a Linear is std = initializer_factor = 1.0, which saturates a fresh head.
-        if module is getattr(self, "score", None):
-            init.normal_(module.weight, mean=0.0, std=0.02)
-            init.zeros_(module.bias)
+        head = getattr(self, "score", None)
+        if head is not None and module is head:
+            init.normal_(head.weight, mean=0.0, std=0.02)
+            init.zeros_(head.bias)
             return
         super()._init_weights(module)
         if isinstance(module, SwitchTransformersForSequenceClassification):

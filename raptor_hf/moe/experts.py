@@ -119,7 +119,7 @@ def _unfold(value: torch.Tensor | None, size: int) -> torch.Tensor | None:
 
 class _Forward(torch.autograd.Function):
     @staticmethod
-    def forward(x, index, gate, owner, a1, b1, a2, b2, stack: ExpertStack):  # noqa: ARG004 (the owner's values are in the stack)
+    def forward(x, index, gate, owner, a1, b1, a2, b2, stack: ExpertStack):
         records, tokens, top_k = index.shape
         flat = x.reshape(-1, x.shape[-1])
         gates = gate.reshape(-1)

@@ -55,8 +55,8 @@ def _switch_routing(block: nn.Module, hidden: torch.Tensor) -> Routing:
 
 def _switch_off(model: nn.Module) -> list[str]:
     blocks = [m for m in model.modules() if isinstance(m, (SwitchTransformersSparseMLP, SwitchSparseBlock))]
-    jitter = {block.router.jitter_noise for block in blocks} - {0, 0.0}
-    rates = {expert.dropout.p for block in blocks for expert in block.experts.values()} - {0, 0.0}
+    jitter = {block.router.jitter_noise for block in blocks} - {0}
+    rates = {expert.dropout.p for block in blocks for expert in block.experts.values()} - {0}
     for block in blocks:
         block.router.jitter_noise = 0.0
         for expert in block.experts.values():

@@ -42,7 +42,9 @@ def _argmax_lowest(scores: torch.Tensor) -> torch.Tensor:
     return torch.from_numpy(np.argmax(scores.cpu().numpy(), axis=-1))
 
 
-def _uncertain(routings: dict[int, Routing], layer: int, mask: torch.Tensor, scores: torch.Tensor, tol: float):
+def _uncertain(
+    routings: dict[int, Routing], layer: int, mask: torch.Tensor, scores: torch.Tensor, tol: float
+) -> torch.Tensor:
     """(B,) bool: could rounding of the size of `tol` in a router logit have changed the record's owner?
 
     A token that could go elsewhere in an earlier layer changes everything above it, and in a layer where a token of

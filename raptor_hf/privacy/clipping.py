@@ -42,7 +42,7 @@ def clip_factors(grads: Mapping[str, torch.Tensor], max_norm: float) -> tuple[to
 
 
 def _weighted_sums(value: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """weights (k, b) times rows of (b, *shape) -> (k, *shape). Rows of weight zero count as zero, even if not finite."""
+    """weights (k, b) times rows of (b, *shape) -> (k, *shape); a row of weight zero is zero, even if not finite."""
     flat = _wide(value).flatten(1)
     unused = (weights == 0).all(0)
     if unused.any():  # 0 * nan is nan

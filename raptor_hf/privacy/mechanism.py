@@ -37,10 +37,10 @@ class ClippedSum:
     ):
         self.sensitivity = positive("max_norm", max_norm)
         self.num_owners = num_owners
-        self.sums = {name: torch.zeros(shape, device=device) for name, shape in shapes.items()}
+        self.sums = {name: torch.zeros(shape, dtype=torch.float32, device=device) for name, shape in shapes.items()}
 
     def add(self, grads: Mapping[str, torch.Tensor], owner: torch.Tensor | None = None) -> None:
-        """Clip and add one micro-batch: per-sample gradients (b, *shape), or each record's owner's with `owner` (b,)."""
+        """Clip and add a micro-batch: per-sample gradients (b, *shape), with `owner` (b,) in an expert stream."""
         if (owner is None) != (self.num_owners is None):
             raise ValueError(
                 "Owners were given to a stream without owners, or missing in one with them. The sum's sensitivity "

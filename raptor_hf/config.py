@@ -1,0 +1,254 @@
+"""`RaptorConfig`: `TrainingArguments` plus what the private training of a sparse model needs."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from transformers import TrainingArguments
+
+from raptor_hf.errors import PrivacyConfigError
+from raptor_hf.methods import get_method
+from raptor_hf.validate import integer, one_of, positive, probability
+
+__all__ = ["REFUSED_ARGUMENTS", "RaptorConfig"]
+
+
+def _help(text: str) -> dict[str, str]:
+    return {"help": text}
+
+
+def _off(value: Any) -> bool:
+    return value is None or value is False or value == 0 or value in ("", "no", "none") or value == []
+
+
+# Inherited arguments that cannot work: name -> (accepted values, why, what to do instead).
+REFUSED_ARGUMENTS: dict[str, tuple[Callable[[Any], bool], str, str]] = {
+    "max_grad_norm": (
+        _off,
+        "It would clip the noisy mean gradient a second time, after the noise, and bound nothing about a record",
+        "Set the per-sample norms `shared_max_grad_norm` and `expert_max_grad_norm`",
+    ),
+    "label_smoothing_factor": (
+        _off,
+        "The residual weight is one minus the probability of a record's label, which a smoothed loss does not give",
+        "Leave it at 0",
+    ),
+    "fp16": (
+        _off,
+        "Loss scaling changes with overflows in the private gradients, and half-precision gradients overflow before "
+        "they are clipped",
+        "Use float32 or `bf16=True`",
+    ),
+    "torch_compile": (_off, "Compiled modules do not go through `torch.func`", "Leave it off"),
+    "use_liger_kernel": (_off, "Its fused kernels have no per-sample gradient", "Leave it off"),
+    "neftune_noise_alpha": (
+        _off,
+        "Its hook scales noise by the padded length, which depends on the other records of a micro-batch",
+        "Leave it unset",
+    ),
+    "auto_find_batch_size": (
+        _off,
+        "It restarts training from scratch after an out-of-memory error, and every restart spends the budget again",
+        "Lower `per_device_train_batch_size`: it is the micro-batch, and changes memory only",
+    ),
+    "dataloader_drop_last": (
+        _off,
+        "A Poisson draw has no incomplete last batch; dropping records from it voids the accounting",
+        "Leave it off",
+    ),
+    "train_sampling_strategy": (
+        lambda value: value == "random",
+        "The accounting is that of Poisson sampling: every record enters a draw by a coin of its own",
+        'Leave it at "random"; micro-batches are sorted by length already',
+    ),
+    "activation_checkpointing": (
+        _off,
+        'torch.func does not support saved-tensor hooks, so the "functorch" engine cannot recompute activations',
+        "Lower `per_device_train_batch_size` to save memory",
+    ),
+    "gradient_checkpointing": (
+        _off,
+        'torch.func does not support saved-tensor hooks, so the "functorch" engine cannot recompute activations',
+        "Lower `per_device_train_batch_size` to save memory",
+    ),
+    "include_num_input_tokens_seen": (
+        _off,
+        "The number of tokens of the records drawn depends on private data and would be logged",
+        'Leave it at "no"',
+    ),
+    "skip_memory_metrics": (
+        lambda value: value is True,
+        "Peak memory follows the realised batch sizes, which are private",
+        "Leave it at True",
+    ),
+    "deepspeed": (_off, "Sharded gradients have no per-sample clipping here", "Use one process or plain DDP"),
+    "fsdp": (_off, "Sharded parameters have no per-sample clipping here", "Use one process or plain DDP"),
+    "debug": (_off, "It prints activations of private records", "Debug on public data with the plain Trainer"),
+}  # fmt: skip
+
+
+@dataclass
+class RaptorConfig(TrainingArguments):
+    """`TrainingArguments` for `RaptorTrainer`. Every inherited argument works as usual or is refused with a reason.
+
+    One optimizer step is one cycle: an update of the shared stream, then one of the expert stream.
+    `per_device_train_batch_size` is the micro-batch (memory, never privacy).
+
+    Raises:
+        PrivacyConfigError: a value that would break, weaken or misstate the guarantee.
+    """
+
+    method: str = field(default="raptor", metadata=_help("Training method; see raptor_hf.methods."))
+    target_epsilon: float | None = field(
+        default=None,
+        metadata=_help("Privacy budget epsilon of the whole run. Give it, or both noise multipliers, not both."),
+    )
+    target_delta: float | None = field(default=None, metadata=_help("delta; default n^-1.1 for n records."))
+    shared_noise_multiplier: float | None = field(
+        default=None, metadata=_help("sigma_s: noise of the shared stream in units of its clipping norm.")
+    )
+    expert_noise_multiplier: float | None = field(
+        default=None, metadata=_help("sigma_e: noise of the expert stream in units of its clipping norm.")
+    )
+    shared_max_grad_norm: float = field(default=1.0, metadata=_help("C_s: per-sample L2 norm in the shared stream."))
+    expert_max_grad_norm: float = field(default=1.0, metadata=_help("C_e: per-sample L2 norm in the expert stream."))
+    # not 1.0 as inherited: that would clip the noisy mean; a value that is set is refused below
+    max_grad_norm: float = field(default=0.0, metadata=_help("Must stay 0: clipping is per sample here."))
+    budget_split: float = field(default=0.9, metadata=_help("rho: share of epsilon for the shared stream."))
+    budget_rule: str = field(
+        default="joint",
+        metadata=_help("'joint' calibrates both streams' composition to the target; 'basic' adds their budgets."),
+    )
+    accountant: str = field(default="prv", metadata=_help("'prv', or 'pld' as the cross-check."))
+    expected_batch_size: int | None = field(
+        default=None,
+        metadata=_help(
+            "B: expected number of records a stream draws in a cycle, and the public denominator. Default: "
+            "per_device_train_batch_size x gradient_accumulation_steps x processes."
+        ),
+    )
+    dataset_size: int | None = field(
+        default=None, metadata=_help("The public n; default len(train_dataset). The privacy statement states it.")
+    )
+    protected_layer: str = field(
+        default="auto",
+        metadata=_help(
+            "Block whose routed experts are trained: an index, 'first', 'last', or 'auto' (largest owner entropy on "
+            "public_dataset, the last sparse block without one)."
+        ),
+    )
+    ownership: str = field(default="gate", metadata=_help("Owner of a record by 'gate' weights (Eq. 5) or 'vote'."))
+    expert_denominator: str = field(
+        default="owners", metadata=_help("'owners': D_e = B/E (Eq. 9); 'batch': D_e = B (ablation).")
+    )
+    clipping: str = field(default="per_stream", metadata=_help("'per_stream': one norm a stream."))
+    alternating: bool = field(
+        default=True, metadata=_help("Update the experts on the updated shared parameters, as in Algorithm 1.")
+    )
+    residual_weighting: bool = field(
+        default=True, metadata=_help("Weight a record's expert loss by 1 - p(label) (Eq. 22).")
+    )
+    residual_gamma: float = field(default=1.0, metadata=_help("Exponent of the residual weight."))
+    grad_sample_mode: str = field(
+        default="functorch", metadata=_help("Per-sample gradient engine: 'functorch' or 'reference' (slow).")
+    )
+    lora_rank: int = field(default=16, metadata=_help("LoRA rank r of both streams."))
+    lora_alpha: float = field(default=16.0, metadata=_help("LoRA alpha; the update is scaled by alpha / r."))
+    shared_target_modules: list[str] | None = field(
+        default=None,
+        metadata=_help("Linear layers with LoRA in the shared stream; default: the attention projections."),
+    )
+    expert_learning_rate: float | None = field(
+        default=None, metadata=_help("eta_e: learning rate of the expert stream; default: learning_rate.")
+    )
+    secure_mode: bool = field(
+        default=False, metadata=_help("Add four Gaussians a draw, against attacks on floating-point noise.")
+    )
+    insecure_noise_seed: int | None = field(
+        default=None,
+        metadata=_help("Reproducible noise and sampling, for debugging only: the run is then NOT private."),
+    )
+    research_diagnostics: bool = field(
+        default=False,
+        metadata=_help("Compute and log private diagnostics such as the training loss: the run is then NOT private."),
+    )
+
+    def __post_init__(self) -> None:
+        accumulation: int = self.gradient_accumulation_steps  # type: ignore[has-type]
+        super().__post_init__()
+        self._refuse_inherited()
+        self._check_privacy()
+        # one process drives one device: DataParallel would scatter a micro-batch behind the engines' back
+        self._n_gpu = min(1, self.n_gpu)
+        if self.expected_batch_size is None:
+            self.expected_batch_size = self.per_device_train_batch_size * accumulation * max(1, self.world_size)
+        elif accumulation > 1:
+            warnings.warn(
+                f"`gradient_accumulation_steps={accumulation}` has no effect beside `expected_batch_size="
+                f"{self.expected_batch_size}`: a logical batch is always cut into micro-batches.",
+                stacklevel=3,
+            )
+        integer("expected_batch_size", self.expected_batch_size, minimum=1)
+        # one step of the training loop is one cycle; the micro-batches are cut inside it
+        self.gradient_accumulation_steps = 1
+        # fresh coins after a resume, never the ones already used
+        self.ignore_data_skip = True
+
+    def _refuse_inherited(self) -> None:
+        for name, (accepts, why, instead) in REFUSED_ARGUMENTS.items():
+            value = getattr(self, name, None)
+            if not accepts(value):
+                raise PrivacyConfigError(f"`{name}={value!r}` was set", why, instead)
+
+    def _check_privacy(self) -> None:
+        get_method(self.method)
+        one_of("budget_rule", self.budget_rule, ("joint", "basic"))
+        one_of("accountant", self.accountant, ("prv", "pld"))
+        one_of("ownership", self.ownership, ("gate", "vote"))
+        one_of("expert_denominator", self.expert_denominator, ("owners", "batch"))
+        one_of("clipping", self.clipping, ("per_stream",))
+        one_of("grad_sample_mode", self.grad_sample_mode, ("functorch", "reference"))
+        if self.alternating is not True:
+            raise PrivacyConfigError(
+                f"`alternating={self.alternating}` was set",
+                "A joint step of both streams is not among the methods of this version",
+                "Leave it at True",
+            )
+        multipliers = (self.shared_noise_multiplier, self.expert_noise_multiplier)
+        if (self.target_epsilon is None) == (None in multipliers):
+            given = "both" if self.target_epsilon is not None else "neither"
+            raise PrivacyConfigError(
+                f"`target_epsilon={self.target_epsilon}` and the noise multipliers {multipliers} were set ({given})",
+                "The budget decides the noise, or the noise decides the budget; with both they could contradict each "
+                "other, with neither there is no noise",
+                "Set `target_epsilon`, or both `shared_noise_multiplier` and `expert_noise_multiplier`",
+            )
+        if self.target_epsilon is not None:
+            if any(value is not None for value in multipliers):
+                raise PrivacyConfigError(
+                    f"`target_epsilon={self.target_epsilon}` and one noise multiplier {multipliers} were set",
+                    "The budget decides both multipliers",
+                    "Set only `target_epsilon`",
+                )
+            positive("target_epsilon", self.target_epsilon)
+        for name in ("shared_noise_multiplier", "expert_noise_multiplier"):
+            value = getattr(self, name)
+            if value is not None and not (isinstance(value, (int, float)) and value >= 0):
+                raise PrivacyConfigError(
+                    f"`{name}={value!r}` was given", "It must be a number >= 0", f"Set `{name}` to one"
+                )
+        if self.target_delta is not None:
+            probability("target_delta", self.target_delta, one=False)
+        probability("budget_split", self.budget_split, one=False)
+        for name in ("shared_max_grad_norm", "expert_max_grad_norm", "lora_alpha", "residual_gamma"):
+            positive(name, getattr(self, name))
+        integer("lora_rank", self.lora_rank, minimum=1)
+        if self.expert_learning_rate is not None:
+            positive("expert_learning_rate", self.expert_learning_rate)
+        if self.insecure_noise_seed is not None:
+            integer("insecure_noise_seed", self.insecure_noise_seed)
+            warnings.warn("`insecure_noise_seed` is set: this run is NOT private.", stacklevel=4)
+        self.protected_layer = str(self.protected_layer)

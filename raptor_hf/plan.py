@@ -1,0 +1,118 @@
+"""The public plan of a run: noise, streams and the statement that describes them."""
+
+from __future__ import annotations
+
+import os
+
+from torch import nn
+
+from raptor_hf.config import RaptorConfig
+from raptor_hf.methods import get_method
+from raptor_hf.moe.lora import adapter_plan, stream_parameters
+from raptor_hf.privacy import PrivacyStatement, StreamStatement, calibrate_noise_multipliers, default_delta
+from raptor_hf.state import PrivacyLedger, PrivacyPlan
+from raptor_hf.streams import Stream
+
+__all__ = ["make_plan", "make_statement", "make_streams"]
+
+
+def make_plan(args: RaptorConfig, model: nn.Module, dataset_size: int, cycles: int) -> PrivacyPlan:
+    """Noise multipliers, sampling rate and delta of a run of `cycles` cycles over `dataset_size` records."""
+    assert args.expected_batch_size is not None  # set by the config
+    delta = args.target_delta if args.target_delta is not None else default_delta(dataset_size)
+    rate = args.expected_batch_size / dataset_size
+    shared, expert = args.shared_noise_multiplier, args.expert_noise_multiplier
+    if args.target_epsilon is not None:
+        found = calibrate_noise_multipliers(
+            args.target_epsilon,
+            delta,
+            rate,
+            cycles,
+            budget_split=args.budget_split,
+            rule=args.budget_rule,
+            accountant=args.accountant,
+        )
+        shared, expert = found.shared, found.expert
+    assert shared is not None and expert is not None  # the config asks for the target or both
+    return PrivacyPlan(
+        shared_noise_multiplier=float(shared),
+        expert_noise_multiplier=float(expert),
+        sample_rate=rate,
+        cycles=cycles,
+        delta=delta,
+        target_epsilon=args.target_epsilon,
+        accountant=args.accountant,
+        dataset_size=dataset_size,
+        expected_batch_size=args.expected_batch_size,
+        protected_layer=adapter_plan(model).layer,
+    )
+
+
+def make_streams(args: RaptorConfig, model: nn.Module, plan: PrivacyPlan) -> dict[str, Stream]:
+    """The method's streams in the order of their updates: parameters, norms, noise and public denominators."""
+    parameters = stream_parameters(model)
+    experts = adapter_plan(model).protected.num_experts
+    batch = plan.expected_batch_size
+    streams = {
+        "shared": Stream(
+            "shared", parameters["shared"], args.shared_max_grad_norm, plan.shared_noise_multiplier, batch
+        ),
+        "expert": Stream(
+            "expert",
+            parameters["expert"],
+            args.expert_max_grad_norm,
+            plan.expert_noise_multiplier,
+            batch / experts if args.expert_denominator == "owners" else batch,
+            experts,
+        ),
+    }
+    return {name: streams[name] for name in get_method(args.method).streams}
+
+
+def make_statement(
+    args: RaptorConfig,
+    model: nn.Module,
+    ledger: PrivacyLedger,
+    *,
+    secure: bool,
+    public_corpus: str | None,
+    disjointness: str | None,
+) -> PrivacyStatement:
+    """The privacy statement of what is planned and spent, from the objects that clip and add the noise."""
+    plan, adapters = ledger.plan, adapter_plan(model)
+    spent = {"shared": ledger.shared_steps, "expert": ledger.expert_steps}
+    described = {
+        name: StreamStatement(
+            noise_multiplier=stream.noise_multiplier,
+            sample_rate=plan.sample_rate,
+            max_grad_norm=stream.max_norm,
+            denominator=stream.denominator,
+            steps_planned=plan.cycles,
+            steps_taken=spent[name],
+        )
+        for name, stream in make_streams(args, model, plan).items()
+    }
+    return PrivacyStatement.build(
+        method=args.method,
+        shared=described.get("shared"),
+        expert=described.get("expert"),
+        delta=plan.delta,
+        dataset_size=plan.dataset_size,
+        expected_batch_size=plan.expected_batch_size,
+        target_epsilon=plan.target_epsilon,
+        num_experts=adapters.protected.num_experts,
+        protected_layer=adapters.layer,
+        ownership=args.ownership,
+        accountant=plan.accountant,
+        noise_source="os_entropy" if secure else "insecure_seed",
+        research_diagnostics=args.research_diagnostics,
+        base_model=_public_name(model),
+        public_corpus=public_corpus,
+        disjointness=disjointness,
+    )
+
+
+def _public_name(model: nn.Module) -> str | None:
+    """The model's id, or the last part of a local path: a path can name a person or a machine."""
+    name = getattr(model, "name_or_path", None)
+    return os.path.basename(os.path.normpath(name)) if name and os.path.exists(name) else (name or None)

@@ -1,0 +1,146 @@
+"""What a run has planned and spent. All of it is public."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+
+from raptor_hf.errors import PrivacyConfigError
+from raptor_hf.privacy.accounting import Mechanism, compute_epsilon, max_cycles
+
+__all__ = ["PrivacyLedger", "PrivacyPlan"]
+
+STATE_FILE = "raptor_state.json"
+
+
+@dataclass(frozen=True)
+class PrivacyPlan:
+    """The public constants of a run.
+
+    Attributes:
+        sample_rate: p = B / n. cycles: planned cycles T. target_epsilon: None when the multipliers were given.
+        protected_layer: block index.
+    """
+
+    shared_noise_multiplier: float
+    expert_noise_multiplier: float
+    sample_rate: float
+    cycles: int
+    delta: float
+    target_epsilon: float | None
+    accountant: str
+    dataset_size: int
+    expected_batch_size: int
+    protected_layer: int
+
+    @property
+    def has_noise(self) -> bool:
+        return self.shared_noise_multiplier > 0 and self.expert_noise_multiplier > 0
+
+
+@dataclass
+class PrivacyLedger:
+    """Write-ahead counters of the two streams' releases.
+
+    A counter is raised before its release is computed, so that a crash can only over-count. `spend` refuses the
+    release that would cross the target.
+    """
+
+    plan: PrivacyPlan
+    shared_steps: int = 0
+    expert_steps: int = 0
+    _limit: int | None = field(default=None, repr=False)
+    _cache: dict[tuple[int, int], float] = field(default_factory=dict, repr=False)
+
+    def mechanisms(self) -> list[Mechanism]:
+        """The releases so far, grouped."""
+        plan = self.plan
+        return [
+            Mechanism(plan.shared_noise_multiplier, plan.sample_rate, self.shared_steps),
+            Mechanism(plan.expert_noise_multiplier, plan.sample_rate, self.expert_steps),
+        ]
+
+    def epsilon(self) -> float | None:
+        """Upper bound of epsilon spent so far, at the plan's delta; None without noise."""
+        if not self.plan.has_noise:
+            return None
+        key = (self.shared_steps, self.expert_steps)
+        if key not in self._cache:
+            bounds = compute_epsilon(self.mechanisms(), self.plan.delta, accountant=self.plan.accountant)
+            self._cache[key] = bounds.upper
+        return self._cache[key]
+
+    def cycles_left(self, limit: int) -> int:
+        """How many more cycles fit under the target, at most `limit`. Sets what `spend` enforces: call it first."""
+        plan = self.plan
+        if plan.target_epsilon is None or not plan.has_noise:
+            self._limit = None
+            return limit
+        left = max_cycles(
+            plan.target_epsilon,
+            plan.delta,
+            (plan.shared_noise_multiplier, plan.expert_noise_multiplier),
+            plan.sample_rate,
+            spent=(self.shared_steps, self.expert_steps),
+            limit=limit,
+            accountant=plan.accountant,
+        )
+        self._limit = max(self.shared_steps, self.expert_steps) + left
+        return left
+
+    def exhausted(self) -> bool:
+        """True when the next cycle would cross the target."""
+        return self._limit is not None and max(self.shared_steps, self.expert_steps) >= self._limit
+
+    def spend(self, stream: str) -> None:
+        """Count one release of `stream` before it is made."""
+        name = f"{stream}_steps"
+        if self._limit is not None and getattr(self, name) >= self._limit:
+            raise PrivacyConfigError(
+                f"Another release of the {stream} stream was asked for",
+                f"The budget of epsilon {self.plan.target_epsilon} is spent: one more step would cross it",
+                "Stop here, or start a new run with a larger `target_epsilon`",
+            )
+        setattr(self, name, getattr(self, name) + 1)
+
+    def save(self, directory: str | os.PathLike) -> None:
+        """Write the state, atomically."""
+        path = Path(directory) / STATE_FILE
+        data = {"plan": asdict(self.plan), "shared_steps": self.shared_steps, "expert_steps": self.expert_steps}
+        partial = path.with_suffix(".partial")
+        partial.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
+        partial.replace(path)
+
+    @classmethod
+    def load(cls, directory: str | os.PathLike, planned: PrivacyPlan) -> PrivacyLedger:
+        """Read the state of a checkpoint to go on from.
+
+        The noise multipliers of the checkpoint stay in force (what was spent was spent with them); `cycles` may
+        change. Any other difference from `planned` is an error that names it.
+        """
+        path = Path(directory) / STATE_FILE
+        if not path.is_file():
+            raise PrivacyConfigError(
+                f"The checkpoint `{directory}` has no `{STATE_FILE}`",
+                "How much of the budget it spent is unknown, so what a resumed run spends cannot be told",
+                "Resume from a checkpoint that RaptorTrainer wrote",
+            )
+        data = json.loads(path.read_text(encoding="utf-8"))
+        saved = PrivacyPlan(**data["plan"])
+        noise = {
+            name: getattr(saved, name)
+            for name in ("shared_noise_multiplier", "expert_noise_multiplier")
+            if planned.target_epsilon is not None
+        }
+        expected = replace(planned, cycles=saved.cycles, **noise)
+        for name, value in asdict(saved).items():
+            if value != getattr(expected, name):
+                raise PrivacyConfigError(
+                    f"`{name}` is {getattr(planned, name)!r}, and was {value!r} in the checkpoint",
+                    "The accounting composes the steps of one plan",
+                    f"Resume with the same `{name}`, or start a new run",
+                )
+        plan = replace(expected, cycles=planned.cycles)
+        return cls(plan, int(data["shared_steps"]), int(data["expert_steps"]))

@@ -1,0 +1,62 @@
+"""One stream of a cycle: micro-batches -> per-sample gradients -> clipped sum -> noise -> `.grad`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from raptor_hf.grad_sample import LossFn, per_sample_gradients
+from raptor_hf.privacy.mechanism import ClippedSum, release
+from raptor_hf.privacy.noise import NoiseSource
+
+__all__ = ["Stream", "noisy_gradients", "sum_gradients"]
+
+
+@dataclass(frozen=True)
+class Stream:
+    """The constants of one stream; all public.
+
+    Attributes:
+        name: "shared" or "expert". parameters: its trainables. max_norm: C. noise_multiplier: sigma.
+        denominator: B, or D_e for the experts. num_owners: E for the expert stream.
+    """
+
+    name: str
+    parameters: Mapping[str, nn.Parameter] = field(repr=False)
+    max_norm: float
+    noise_multiplier: float
+    denominator: float
+    num_owners: int | None = None
+
+
+def sum_gradients(
+    model: nn.Module,
+    stream: Stream,
+    micro_batches: Iterable[tuple[Mapping[str, torch.Tensor], torch.Tensor | None]],
+    *,
+    mode: str,
+    loss_fn: LossFn,
+) -> ClippedSum:
+    """Clipped sum over a logical batch (before noise: private). An empty batch gives zeros.
+
+    Args:
+        micro_batches: pairs of a collated batch and, for the expert stream, its records' owners (b,).
+        mode, loss_fn: see `per_sample_gradients`.
+    """
+    device = next(iter(stream.parameters.values())).device
+    shapes = {name: p.shape for name, p in stream.parameters.items()}
+    total = ClippedSum(shapes, stream.max_norm, num_owners=stream.num_owners, device=device)
+    for batch, owner in micro_batches:
+        grads = per_sample_gradients(model, batch, stream.parameters, mode=mode, loss_fn=loss_fn, owner=owner)
+        total.add(grads, owner)
+    return total
+
+
+def noisy_gradients(stream: Stream, clipped: ClippedSum, noise: NoiseSource) -> None:
+    """Release the stream's noisy gradient (Eqs. 7, 9) into `.grad` of its parameters."""
+    for name, value in release(clipped, stream.noise_multiplier, stream.denominator, noise).items():
+        parameter = stream.parameters[name]
+        parameter.grad = value.to(parameter.dtype)

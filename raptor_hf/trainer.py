@@ -1,0 +1,405 @@
+"""`RaptorTrainer`: the Hugging Face `Trainer` with RAPTOR's two private streams. Wiring only, no maths."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+from transformers import Trainer
+from transformers.trainer_callback import ProgressCallback
+from transformers.trainer_utils import TrainOutput
+from transformers.utils import logging
+
+from raptor_hf import models as _models  # registers what transformers lacks with the Auto classes
+from raptor_hf.callbacks import PrivacyBudgetCallback, RaptorProgressCallback
+from raptor_hf.checks import (
+    check_batch,
+    check_collator,
+    check_dataset,
+    check_model,
+    check_processing_class,
+    check_sizes,
+)
+from raptor_hf.config import RaptorConfig
+from raptor_hf.errors import PrivacyConfigError, ReleaseError
+from raptor_hf.grad_sample import LossFn, model_loss, residual_weighted
+from raptor_hf.moe import LayerSelection, attach_adapters, check_disjoint, load_adapter, owner_map, select_layer
+from raptor_hf.moe.lora import adapter_plan, resolve_layer, stream_parameters
+from raptor_hf.optim import check_optimizer, stream_optimizer
+from raptor_hf.plan import make_plan, make_statement, make_streams
+from raptor_hf.privacy import PrivacyStatement
+from raptor_hf.privacy.noise import EntropySource, NoiseSource
+from raptor_hf.privacy.sampling import Cycle, CycleLoader, PoissonSampler
+from raptor_hf.state import PrivacyLedger, PrivacyPlan
+from raptor_hf.streams import Stream, noisy_gradients, sum_gradients
+
+__all__ = ["RaptorTrainer"]
+
+logger = logging.get_logger(__name__)
+_ = _models
+
+# What the plain Trainer would log that is computed from private records.
+_PRIVATE_LOGS = ("loss", "train_loss", "total_flos", "num_input_tokens_seen")
+STATEMENT_FILE = "privacy.json"
+
+
+class RaptorTrainer(Trainer):
+    """Drop-in for `transformers.Trainer` that trains a sparse MoE model with differential privacy (Algorithm 1).
+
+    One step of the training loop is one cycle: a noisy update of the shared stream, then, on the updated shared
+    parameters, a noisy update of all E experts of the protected layer by the records they own.
+
+    Args:
+        model: a sparse model with a task head. Adapters are attached in place (see `attach_adapters`).
+        args: a `RaptorConfig`.
+        public_dataset: public, unlabelled, format-matched records, prepared like `train_dataset`, from which
+            `protected_layer="auto"` chooses the layer (Eq. 4). It must share no record with `train_dataset`.
+        peft_config: a PEFT `LoraConfig` instead of the `lora_*` fields of `args`.
+        Everything else as for `Trainer`.
+
+    Raises:
+        PrivacyConfigError, UnsupportedModelError: before any training, for anything that would break the guarantee.
+
+    Formal guarantees:
+        The adapters after any number of cycles are (epsilon, delta)-DP under adding or removing one record of
+        `train_dataset`; `privacy_statement()` says for which epsilon and what is not covered.
+    """
+
+    args: RaptorConfig
+    optimizer: Any
+    # losses are per record here and never scaled for accumulation
+    loss_is_scaled_for_ga = True
+
+    def __init__(
+        self,
+        model: nn.Module | None = None,
+        args: RaptorConfig | None = None,
+        data_collator: Callable | None = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: Any = None,
+        model_init: Callable | None = None,
+        compute_loss_func: Callable | None = None,
+        compute_metrics: Callable | None = None,
+        callbacks: list | None = None,
+        optimizers: tuple = (None, None),
+        optimizer_cls_and_kwargs: tuple | None = None,
+        preprocess_logits_for_metrics: Callable | None = None,
+        public_dataset: Any = None,
+        peft_config: Any = None,
+    ):
+        _check_arguments(type(self), args, model_init, compute_loss_func)
+        assert isinstance(args, RaptorConfig) and model is not None  # _check_arguments made sure
+        layout = check_model(model)
+        check_processing_class(processing_class)
+        if train_dataset is not None:
+            check_dataset(train_dataset)
+        self.public_dataset = public_dataset
+        self.layer_selection: LayerSelection | None = None
+        self.ledger: PrivacyLedger | None = None
+        self._owners: torch.Tensor | None = None
+        self._disjointness: str | None = None
+        self._streams: dict[str, Stream] = {}
+        self._peft_config = peft_config
+        super().__init__(
+            model=model,
+            args=args,
+            data_collator=data_collator,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            processing_class=processing_class,
+            compute_metrics=compute_metrics,
+            callbacks=callbacks,
+            optimizers=optimizers,
+            optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
+            preprocess_logits_for_metrics=preprocess_logits_for_metrics,
+        )
+        self._records, self._collate = self._private_records(train_dataset)
+        if getattr(model, "raptor_adapters", None) is None:
+            layer = self._choose_layer(layout)
+            attach_adapters(model, peft_config or args, layer)
+            model.to(args.device)
+        elif public_dataset is not None and train_dataset is not None:
+            self._disjointness = check_disjoint(self._public_records(), self._records)
+        if train_dataset is not None:
+            check_sizes(train_dataset, args.dataset_size or len(train_dataset), self.expected_batch_size)
+            check_collator(
+                self._collate, [self._records[i] for i in range(min(2, len(self._records)))], self.label_names
+            )
+        self.entropy = EntropySource(args.insecure_noise_seed)
+        self.noise = NoiseSource(self.entropy, secure_mode=args.secure_mode)
+        self._budget_callback = PrivacyBudgetCallback()
+        self.add_callback(self._budget_callback)
+        if any(type(cb) is ProgressCallback for cb in self.callback_handler.callbacks):
+            self.remove_callback(ProgressCallback)
+            self.add_callback(RaptorProgressCallback())
+
+    @property
+    def expected_batch_size(self) -> int:
+        """B, the expected number of records in each stream's draw."""
+        assert self.args.expected_batch_size is not None  # set by the config
+        return self.args.expected_batch_size
+
+    # ---- Data ----
+
+    def _private_records(self, dataset: Any) -> tuple[Any, Callable]:
+        """The training set without columns the model does not take, and its collator."""
+        if dataset is None:
+            return [], self.data_collator
+        return self._without_unused_columns(dataset, "training")
+
+    def _public_records(self) -> Any:
+        return self._without_unused_columns(self.public_dataset, "public")[0]
+
+    def _without_unused_columns(self, dataset: Any, description: str) -> tuple[Any, Callable]:
+        if hasattr(dataset, "remove_columns"):
+            return self._remove_unused_columns(dataset, description=description), self.data_collator
+        return dataset, self._get_collator_with_removed_columns(self.data_collator, description=description)
+
+    def _choose_layer(self, layout: Any) -> int:
+        wanted = self.args.protected_layer
+        if wanted != "auto":
+            return resolve_layer(layout, wanted)
+        if self.public_dataset is None:
+            return resolve_layer(layout, "last")
+        public, collate = self._without_unused_columns(self.public_dataset, "public")
+        check_dataset(public)
+        if self.train_dataset is not None:
+            self._disjointness = check_disjoint(public, self._records)
+        self.layer_selection = select_layer(
+            self.model, public, rule=self.args.ownership, data_collator=collate,
+            batch_size=self.args.per_device_eval_batch_size, layout=layout,
+        )  # fmt: skip
+        return self.layer_selection.layer
+
+    def get_train_dataloader(self) -> CycleLoader:  # type: ignore[override]
+        """Fresh Poisson cycles, ceil(n / B) of them an epoch; each item is a `Cycle` of record indices."""
+        if self.train_dataset is None:
+            raise ValueError("Trainer: training requires a train_dataset.")
+        n, batch = len(self._records), self.expected_batch_size
+        sampler = PoissonSampler(
+            n, batch / n, rank=self.args.process_index, world_size=self.args.world_size, entropy=self.entropy
+        )
+        return CycleLoader(sampler, math.ceil(n / batch))
+
+    def get_batch_samples(self, epoch_iterator: Iterator, num_batches: int, device: torch.device) -> tuple[list, None]:
+        """The next cycle, without the count of its items: that count is private."""
+        return [cycle for _, cycle in zip(range(num_batches), epoch_iterator, strict=False)], None
+
+    def _micro_batches(self, indices: Any, owners: torch.Tensor | None) -> Iterator[tuple[dict, torch.Tensor | None]]:
+        """Collated micro-batches of a logical batch, shortest records first (their order does not change the sum)."""
+        drawn = [(self._records[int(i)], int(i)) for i in indices]
+        drawn.sort(key=lambda pair: len(pair[0]["input_ids"]) if "input_ids" in pair[0] else 0)
+        size = self.args.per_device_train_batch_size
+        for start in range(0, len(drawn), size):
+            chunk = drawn[start : start + size]
+            batch = self._collate([record for record, _ in chunk])
+            check_batch(batch, len(chunk), self.label_names)
+            owner = None if owners is None else owners[[i for _, i in chunk]].to(self.args.device)
+            yield dict(self._prepare_inputs(batch)), owner
+
+    # ---- Plan ----
+
+    def _plan(self, cycles: int) -> PrivacyPlan:
+        return make_plan(self.args, self.model, len(self._records), cycles)
+
+    def planned_cycles(self) -> int:
+        """T: cycles that the arguments ask for."""
+        if self.args.max_steps > 0:
+            return self.args.max_steps
+        return math.ceil(self.args.num_train_epochs * len(self.get_train_dataloader()))
+
+    def _start(self, resume_from: str | None) -> None:
+        """Plan, ledger, streams and owner map of this training."""
+        cycles = self.planned_cycles()
+        plan = self._plan(cycles)
+        if resume_from is not None:
+            self.ledger = PrivacyLedger.load(resume_from, plan)
+        elif self.ledger is None:
+            self.ledger = PrivacyLedger(plan)
+        self._budget_callback.ledger = self.ledger
+        if self.ledger.cycles_left(cycles) == 0:
+            raise PrivacyConfigError(
+                f"Training was started with epsilon {self.ledger.epsilon()} already spent",
+                f"One more cycle would cross `target_epsilon={plan.target_epsilon}`",
+                "Start a new run from the base model, or raise the target",
+            )
+        self._streams = make_streams(self.args, self.model, self.ledger.plan)
+        if self._owners is None and "expert" in self._streams:
+            self._owners = owner_map(
+                self.model, self._records, adapter_plan(self.model).layer, rule=self.args.ownership,
+                data_collator=self._collate, batch_size=self.args.per_device_eval_batch_size,
+            )  # fmt: skip
+
+    # ---- Training ----
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any) -> TrainOutput:
+        """As `Trainer.train`. The returned training loss is NaN: the true one is private."""
+        if self.train_dataset is None:
+            raise ValueError("Trainer: training requires a train_dataset.")
+        if kwargs.get("trial") is not None:
+            self.hyperparameter_search()
+        checkpoint = resume_from_checkpoint
+        if checkpoint is True:
+            from transformers.trainer_utils import get_last_checkpoint
+
+            checkpoint = get_last_checkpoint(self.args.output_dir)
+            if checkpoint is None:
+                raise ValueError(f"No valid checkpoint found in output directory ({self.args.output_dir})")
+        self._start(checkpoint or None)
+        self._cycle_clock = time.perf_counter()
+        output = super().train(resume_from_checkpoint=checkpoint or None, **kwargs)
+        metrics = {key: value for key, value in output.metrics.items() if key not in _PRIVATE_LOGS}
+        return TrainOutput(output.global_step, float("nan"), metrics)
+
+    def training_step(
+        self,
+        model: nn.Module,
+        inputs: Cycle,
+        num_items_in_batch: Any = None,  # type: ignore[override]
+    ) -> torch.Tensor:
+        """One cycle. Leaves the last stream's noisy gradient for the training loop's own `optimizer.step()`."""
+        model.train()
+        loss_fns: dict[str, LossFn] = {"shared": model_loss, "expert": model_loss}
+        if self.args.residual_weighting:
+            loss_fns["expert"] = residual_weighted(model_loss, self.args.residual_gamma)
+        names = list(self._streams)
+        for name in names:
+            stream = self._streams[name]
+            assert self.ledger is not None
+            self.ledger.spend(name)
+            owners = self._owners if name == "expert" else None
+            with self.compute_loss_context_manager():
+                clipped = sum_gradients(
+                    self.model, stream, self._micro_batches(getattr(inputs, name), owners),
+                    mode=self.args.grad_sample_mode, loss_fn=loss_fns[name],
+                )  # fmt: skip
+            noisy_gradients(stream, clipped, self.noise)
+            if name != names[-1]:
+                # the other stream's gradients are None, so the optimizer leaves its parameters and state alone
+                self.optimizer.step()
+                model.zero_grad(set_to_none=True)
+        if self.args.research_diagnostics:
+            return self._private_loss(inputs)
+        return torch.zeros((), device=self.args.device)
+
+    @torch.no_grad()
+    def _private_loss(self, cycle: Cycle) -> torch.Tensor:
+        """Mean loss of the shared draw: a research diagnostic, private."""
+        total, count = torch.zeros((), device=self.args.device), 0
+        for batch, _ in self._micro_batches(cycle.shared, None):
+            size = next(iter(batch.values())).shape[0]
+            total, count = total + self.model(**batch).loss * size, count + size
+        return total / max(1, count)
+
+    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+        """The optimizer that `args.optim` names, with parameter groups for the two streams."""
+        streams = stream_parameters(self.model)
+        if self.optimizer is not None:
+            check_optimizer(self.optimizer, streams)
+        else:
+            cls, kwargs = self.optimizer_cls_and_kwargs or self.get_optimizer_cls_and_kwargs(self.args, self.model)
+            decay = set(self.get_decay_parameter_names(self.model))
+            self.optimizer = stream_optimizer(cls, kwargs, streams, self.args, decay)
+        return self.optimizer
+
+    # ---- What is logged and saved ----
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Log public quantities: epsilon spent and cycle time in place of the training loss."""
+        if not self.args.research_diagnostics:
+            logs = {key: value for key, value in logs.items() if key not in _PRIVATE_LOGS}
+        if self.is_in_train and self.ledger is not None and "learning_rate" in logs:
+            epsilon = self.ledger.epsilon()
+            if epsilon is not None:
+                logs["epsilon"] = epsilon
+            rates = {g.get("stream"): g["lr"] for g in self.optimizer.param_groups}
+            if rates.get("expert") is not None:
+                logs["expert_learning_rate"] = float(rates["expert"])
+        super().log(logs, start_time)
+
+    def floating_point_ops(self, inputs: Any) -> int:
+        """Zero: the true count follows the realised batch sizes, which are private."""
+        return 0
+
+    def privacy_statement(self) -> PrivacyStatement:
+        """What the plan spends and what has been spent so far."""
+        if self.ledger is None:
+            self.ledger = PrivacyLedger(self._plan(self.planned_cycles()))
+        return make_statement(
+            self.args,
+            self.model,
+            self.ledger,
+            secure=self.entropy.secure,
+            public_corpus=None if self._disjointness is None else _dataset_name(self.public_dataset),
+            disjointness=self._disjointness,
+        )
+
+    def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
+        """The adapter in PEFT's format, the tokenizer, the state of the budget and the privacy statement."""
+        output_dir = output_dir if output_dir is not None else self.args.output_dir
+        super()._save(output_dir, state_dict=state_dict)
+        if self.args.should_save and self.ledger is not None:
+            self.ledger.save(output_dir)
+            text = self.privacy_statement().to_json()
+            (Path(output_dir) / STATEMENT_FILE).write_text(text + "\n", encoding="utf-8")
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        load_adapter(self.model if model is None else model, resume_from_checkpoint)
+
+    def _load_best_model(self) -> None:
+        logger.info(f"Loading the adapter of {self.state.best_model_checkpoint}.")
+        load_adapter(self.model, self.state.best_model_checkpoint)
+
+    def push_to_hub(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refused: the plain upload publishes the whole output folder."""
+        raise ReleaseError(
+            "`push_to_hub` was called",
+            "It uploads the output folder, with pickled arguments and training state beside the adapter",
+            "Upload the files that `save_model` wrote and that you want to be public, e.g. with `huggingface_hub`",
+        )
+
+    def hyperparameter_search(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refused: every trial spends privacy, and the choice among them is not accounted for."""
+        raise PrivacyConfigError(
+            "A hyper-parameter search on the private set was asked for",
+            "Each trial is a release of its own; the budget of one run does not cover the search",
+            "Tune on public data, then train once",
+        )
+
+
+def _check_arguments(cls: type, args: Any, model_init: Any, compute_loss_func: Any) -> None:
+    if not isinstance(args, RaptorConfig):
+        raise PrivacyConfigError(
+            f"`args` is a `{type(args).__name__}`",
+            "It holds no privacy budget, noise or clipping norms",
+            "Pass a `RaptorConfig`: it takes every argument of `TrainingArguments`",
+        )
+    if model_init is not None:
+        raise PrivacyConfigError(
+            "`model_init` was passed",
+            "It serves a search over hyper-parameters, in which every trial spends privacy",
+            "Pass `model`",
+        )
+    if compute_loss_func is not None or cls.compute_loss is not Trainer.compute_loss:  # type: ignore[attr-defined]
+        raise PrivacyConfigError(
+            "A loss function of one's own was given (`compute_loss_func`, or `compute_loss` overridden)",
+            "It sees a whole batch: nothing shows that it keeps the records apart",
+            "Let the model compute the loss from `labels`",
+        )
+    if args.push_to_hub:
+        raise PrivacyConfigError(
+            "`push_to_hub=True` was set",
+            "The training output folder holds pickled arguments and training state beside the adapter",
+            "Train without it and upload the adapter files afterwards",
+        )
+
+
+def _dataset_name(dataset: Any) -> str:
+    name = getattr(getattr(dataset, "info", None), "dataset_name", None)
+    return f"{name or 'public corpus'} ({len(dataset)} records)"
