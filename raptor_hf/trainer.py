@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
@@ -15,7 +14,7 @@ from transformers.trainer_callback import ProgressCallback
 from transformers.trainer_utils import TrainOutput
 from transformers.utils import logging
 
-from raptor_hf import models as _models  # registers what transformers lacks with the Auto classes
+import raptor_hf.models  # noqa: F401 (registers what transformers lacks with the Auto classes)
 from raptor_hf.callbacks import PrivacyBudgetCallback, RaptorProgressCallback
 from raptor_hf.checks import (
     check_batch,
@@ -41,7 +40,6 @@ from raptor_hf.streams import Stream, noisy_gradients, sum_gradients
 __all__ = ["RaptorTrainer"]
 
 logger = logging.get_logger(__name__)
-_ = _models
 
 # What the plain Trainer would log that is computed from private records.
 _PRIVATE_LOGS = ("loss", "train_loss", "total_flos", "num_input_tokens_seen")
@@ -252,7 +250,6 @@ class RaptorTrainer(Trainer):
             if checkpoint is None:
                 raise ValueError(f"No valid checkpoint found in output directory ({self.args.output_dir})")
         self._start(checkpoint or None)
-        self._cycle_clock = time.perf_counter()
         output = super().train(resume_from_checkpoint=checkpoint or None, **kwargs)
         metrics = {key: value for key, value in output.metrics.items() if key not in _PRIVATE_LOGS}
         return TrainOutput(output.global_step, float("nan"), metrics)
@@ -311,7 +308,7 @@ class RaptorTrainer(Trainer):
     # ---- What is logged and saved ----
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Log public quantities: epsilon spent and cycle time in place of the training loss."""
+        """Log public quantities only: epsilon spent, not the training loss."""
         if not self.args.research_diagnostics:
             logs = {key: value for key, value in logs.items() if key not in _PRIVATE_LOGS}
         if self.is_in_train and self.ledger is not None and "learning_rate" in logs:

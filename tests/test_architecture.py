@@ -25,7 +25,7 @@ FLOORS = (
     {"privacy", "moe", "models", "data"},
     {"grad_sample"},
     {"checks", "methods", "analysis", "hub"},
-    {"streams", "config", "state", "callbacks"},
+    {"streams", "config", "state", "callbacks", "optim", "plan"},
     {"trainer"},
     {"audit"},
     {"scripts"},
