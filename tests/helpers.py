@@ -76,11 +76,12 @@ def tiny_records(count: int, seed: int = 0, longest: int = 12, shortest: int = 1
 def collate(records: Sequence[Mapping], width: int = 0, pad: int = 0) -> dict[str, torch.Tensor]:
     """Pad on the right to the longest record, or to `width`, with token `pad`."""
     width = max([width, *(len(record["input_ids"]) for record in records)])
+    rows = [(record["input_ids"], width - len(record["input_ids"])) for record in records]
     return {
-        "input_ids": torch.tensor([r["input_ids"] + [pad] * (width - len(r["input_ids"])) for r in records]),
-        "attention_mask": torch.tensor([[1] * len(r["input_ids"]) + [0] * (width - len(r["input_ids"])) for r in records]),
-        "labels": torch.tensor([r["labels"] for r in records]),
-    }  # fmt: skip
+        "input_ids": torch.tensor([ids + [pad] * missing for ids, missing in rows]),
+        "attention_mask": torch.tensor([[1] * len(ids) + [0] * missing for ids, missing in rows]),
+        "labels": torch.tensor([record["labels"] for record in records]),
+    }
 
 
 def stock_dispatch(model: nn.Module, record: Mapping, blocks: Iterable[int] = SPARSE) -> dict[int, torch.Tensor]:

@@ -12,10 +12,14 @@ __all__ = ["clip_and_sum", "clip_and_sum_by_owner", "clip_factors"]
 
 # Room for the rounding of the factor, its product with the gradient and the sum (each about 6e-8 in float32).
 _SLACK = 1e-6
+# Elements scaled at a time, which bounds the memory of the scaled copy.
+_CHUNK = 2**24
 
 
-def _wide(value: torch.Tensor) -> torch.Tensor:
-    return value if value.dtype == torch.float64 else value.float()
+def _rows(value: torch.Tensor) -> torch.Tensor:
+    """(b, *shape) -> (b, d), float32 or wider."""
+    value = value if value.dtype == torch.float64 else value.float()
+    return value.flatten(1) if value.dim() > 1 else value.unsqueeze(1)
 
 
 def clip_factors(grads: Mapping[str, torch.Tensor], max_norm: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -28,26 +32,41 @@ def clip_factors(grads: Mapping[str, torch.Tensor], max_norm: float) -> tuple[to
         factors (b,) float64, zero for a record with a non-finite entry; norms (b,) float64 (non-finite there).
     """
     max_norm = positive("max_norm", max_norm)
-    squared = None
-    for value in grads.values():
-        flat = _wide(value).flatten(1)
-        one = torch.linalg.vector_norm(flat, dim=1, dtype=torch.float64).square()
-        squared = one if squared is None else squared + one
-    if squared is None:
+    if not grads:
         raise ValueError("No gradients were given, so there is nothing to clip. Pass at least one tensor.")
-    norms = squared.sqrt()
+    if len(sizes := {value.shape[0] for value in grads.values()}) > 1:
+        raise ValueError(
+            f"Gradients of {sorted(sizes)} records were given together. One norm runs over all tensors of a record. "
+            "Pass one row for every record in every tensor."
+        )
+    squares = [torch.linalg.vector_norm(_rows(value), dim=1, dtype=torch.float64).square() for value in grads.values()]
+    norms = torch.stack(squares).sum(0).sqrt()
     shrink = (max_norm * (1 - _SLACK)) / norms.clamp_min(torch.finfo(torch.float64).tiny)
     factors = torch.where(norms <= max_norm, torch.ones_like(norms), shrink)
-    return torch.where(norms.isfinite(), factors, torch.zeros_like(norms)), norms
+    # a subnormal float32 has too few digits to be a factor: its rounding would exceed C
+    usable = norms.isfinite() & (factors >= torch.finfo(torch.float32).tiny)
+    return torch.where(usable, factors, torch.zeros_like(norms)), norms
 
 
-def _weighted_sums(value: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """weights (k, b) times rows of (b, *shape) -> (k, *shape); a row of weight zero is zero, even if not finite."""
-    flat = _wide(value).flatten(1)
-    unused = (weights == 0).all(0)
-    if unused.any():  # 0 * nan is nan
-        flat = torch.where(unused.unsqueeze(1), torch.zeros_like(flat), flat)
-    return (weights.to(flat.dtype) @ flat).view(-1, *value.shape[1:])
+def _weighted_sums(
+    value: torch.Tensor, factors: torch.Tensor, owner: torch.Tensor | None = None, num_owners: int = 1
+) -> torch.Tensor:
+    """Sums (num_owners, *shape) of the rows of (b, *shape) times `factors`; a factor of zero silences any row.
+
+    Element by element: a matrix product would be rounded to ten bits under TF32 or autocast, and exceed C.
+    """
+    flat = _rows(value)
+    scale = factors.to(flat.dtype).unsqueeze(1)
+    sums = flat.new_zeros(num_owners, flat.shape[1])
+    step = max(1, _CHUNK // max(1, len(flat)))
+    for start in range(0, flat.shape[1], step):
+        part = flat[:, start : start + step]
+        part = torch.where(scale == 0, torch.zeros_like(part), part * scale)  # 0 * nan is nan
+        if owner is None:
+            sums[:, start : start + step] = part.sum(0)
+        else:
+            sums[:, start : start + step].index_add_(0, owner, part)
+    return sums.view(num_owners, *value.shape[1:])
 
 
 def clip_and_sum(grads: Mapping[str, torch.Tensor], max_norm: float) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
@@ -61,10 +80,10 @@ def clip_and_sum(grads: Mapping[str, torch.Tensor], max_norm: float) -> tuple[di
 
     Formal guarantees:
         Adding or removing one record changes the sum by at most C in L2 norm. A record with a non-finite gradient
-        contributes exactly zero.
+        contributes exactly zero, and so does one whose norm exceeds 8e37 C.
     """
     factors, norms = clip_factors(grads, max_norm)
-    return {name: _weighted_sums(g, factors.unsqueeze(0))[0] for name, g in grads.items()}, norms
+    return {name: _weighted_sums(g, factors)[0] for name, g in grads.items()}, norms
 
 
 def clip_and_sum_by_owner(
@@ -83,5 +102,9 @@ def clip_and_sum_by_owner(
         are functions of disjoint sets of records and compose in parallel.
     """
     factors, norms = clip_factors(grads, max_norm)
-    mine = owner.unsqueeze(0) == torch.arange(num_owners, device=owner.device).unsqueeze(1)
-    return {name: _weighted_sums(g, mine * factors) for name, g in grads.items()}, norms
+    if owner.shape != factors.shape or bool(((owner < 0) | (owner >= num_owners)).any()):
+        raise ValueError(
+            "`owner` does not name one of the owners for every record. A record without one would be lost, or counted "
+            f"for others. Pass {len(factors)} indices in [0, {num_owners})."
+        )
+    return {name: _weighted_sums(g, factors, owner, num_owners) for name, g in grads.items()}, norms
