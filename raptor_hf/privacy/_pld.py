@@ -13,7 +13,12 @@ from prv_accountant.accountant import compute_safe_domain_size
 from raptor_hf.errors import PrivacyConfigError
 from raptor_hf.privacy._prv import RemoveOneRecord
 
-__all__ = ["pld_epsilon"]
+__all__ = ["pld_epsilon", "pld_installed"]
+
+
+def pld_installed() -> bool:
+    """Whether `accountant="pld"` can be used."""
+    return importlib.util.find_spec("dp_accounting") is not None
 
 
 def _interval(groups: Sequence[tuple[float, float, int]], delta: float) -> float:
@@ -39,7 +44,7 @@ def pld_epsilon(groups: Sequence[tuple[float, float, int]], delta: float) -> flo
     Raises:
         PrivacyConfigError: when `dp_accounting` is not installed.
     """
-    if importlib.util.find_spec("dp_accounting") is None:
+    if not pld_installed():
         raise PrivacyConfigError(
             '`accountant="pld"` was given',
             "It needs the package dp-accounting, which is not installed",

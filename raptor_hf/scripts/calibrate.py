@@ -1,0 +1,54 @@
+"""`raptor-hf calibrate`: noise multipliers of the two streams for a target epsilon.
+
+raptor-hf calibrate --epsilon 1 --dataset-size 67349 --batch-size 1000 --epochs 20 --rho .9
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+from raptor_hf.privacy import calibrate_noise_multipliers
+from raptor_hf.privacy.calibration import RULES
+from raptor_hf.scripts._plan import add_plan_arguments, epsilon_rows, format_table, read_plan, save_plot
+
+__all__ = ["main", "make_parser"]
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="raptor-hf calibrate",
+        description="Noise multipliers of the shared and the expert stream for a target epsilon, by both rules.",
+    )
+    parser.add_argument("--epsilon", type=float, required=True, help="target; the upper bound stays at or below it")
+    parser.add_argument(
+        "--rho", type=float, default=0.9, help="share of the shared stream, 0 to 1 (default: %(default)s)"
+    )
+    add_plan_arguments(parser)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the table (and save the plot). Returns 0; raises `PrivacyConfigError` for values out of range."""
+    args = make_parser().parse_args(argv)
+    plan = read_plan(args)
+    noise: dict[str, dict[str, float]] = {}
+    for rule in RULES:
+        found = calibrate_noise_multipliers(
+            args.epsilon, plan.delta, plan.sample_rate, plan.cycles, budget_split=args.rho, rule=rule
+        )
+        pair = {"shared": found.shared, "expert": found.expert}
+        noise[rule] = {name: sigma for name, sigma in pair.items() if sigma is not None}
+    columns = [epsilon_rows(noise[rule], plan) for rule in RULES]
+    names = [name for name, _ in columns[0]]
+    rows = [[name, *(column[i][1] for column in columns)] for i, name in enumerate(names)]
+    print(f"{plan.describe()}; target epsilon {args.epsilon:g}, rho {args.rho:g}\n")
+    print(format_table(["", *RULES], rows))
+    if args.plot is not None:
+        save_plot(args.plot, noise, plan, args.epsilon)
+        print(f"\nplot: {args.plot}")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
