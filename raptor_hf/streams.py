@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -10,9 +11,9 @@ from torch import nn
 
 from raptor_hf.grad_sample import LossFn, per_sample_gradients
 from raptor_hf.privacy.mechanism import ClippedSum, release
-from raptor_hf.privacy.noise import NoiseSource
+from raptor_hf.privacy.noise import EntropySource, NoiseSource
 
-__all__ = ["Stream", "noisy_gradients", "sum_gradients"]
+__all__ = ["Stream", "noisy_gradients", "secret_masks", "sum_gradients"]
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,21 @@ class Stream:
     noise_multiplier: float
     denominator: float
     num_owners: int | None = None
+
+
+@contextmanager
+def secret_masks(entropy: EntropySource, device: torch.device) -> Iterator[None]:
+    """Dropout from secret randomness; the global generators are afterwards what they were before.
+
+    A record's mask depends on its place in the batch. From a generator that anybody can seed (`args.seed`), one
+    record more would change its neighbours' masks, and with them the sum by more than the clipping norm; and how far
+    the generator has advanced (`rng_state.pth` in a checkpoint) would tell the realised batch sizes.
+    """
+    kind = device.type if device.type in ("cuda", "xpu") else "cpu"
+    forked = {} if kind == "cpu" else {"device_type": kind}
+    with torch.random.fork_rng([] if kind == "cpu" else [device], **forked):
+        torch.manual_seed(int.from_bytes(entropy.bytes(8), "little", signed=True))
+        yield
 
 
 def sum_gradients(

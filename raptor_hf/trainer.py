@@ -35,7 +35,7 @@ from raptor_hf.privacy import PrivacyStatement
 from raptor_hf.privacy.noise import EntropySource, NoiseSource
 from raptor_hf.privacy.sampling import Cycle, CycleLoader, PoissonSampler
 from raptor_hf.state import PrivacyLedger, PrivacyPlan
-from raptor_hf.streams import Stream, noisy_gradients, sum_gradients
+from raptor_hf.streams import Stream, noisy_gradients, secret_masks, sum_gradients
 
 __all__ = ["RaptorTrainer"]
 
@@ -271,7 +271,7 @@ class RaptorTrainer(Trainer):
             assert self.ledger is not None
             self.ledger.spend(name)
             owners = self._owners if name == "expert" else None
-            with self.compute_loss_context_manager():
+            with self.compute_loss_context_manager(), secret_masks(self.entropy, self.args.device):
                 clipped = sum_gradients(
                     self.model, stream, self._micro_batches(getattr(inputs, name), owners),
                     mode=self.args.grad_sample_mode, loss_fn=loss_fns[name],

@@ -1,0 +1,178 @@
+"""One cycle is exactly the formulas of Algorithm 1, computed by hand with stock libraries."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import TrainerCallback
+
+from raptor_hf import per_sample_gradients, stream_parameters
+from tests.helpers import EXPERTS, collate, tiny_model, tiny_records
+from tests.trainer.build import difference, fix_draws, make_trainer, norm, perturb_adapters, run
+from tests.trainer.oracle import HandTrainer, owners
+
+BATCH, NORMS, RATES = 8, (10.0, 0.02), (0.02, 0.5)
+RECORDS = tiny_records(16, seed=5)
+DRAWS = [([0, 1, 2, 3, 4, 5, 6, 7, 8, 9], [1, 3, 10, 11, 12, 13]), ([2, 15, 14], [0, 1, 2, 4, 5, 6, 7, 8, 9, 14])]
+
+
+def noiseless(records=RECORDS, draws=DRAWS, **changes):
+    settings = dict(
+        shared_noise_multiplier=0.0, expert_noise_multiplier=0.0, shared_max_grad_norm=NORMS[0],
+        expert_max_grad_norm=NORMS[1], learning_rate=RATES[0], expert_learning_rate=RATES[1],
+    )  # fmt: skip
+    trainer = make_trainer(records, **{**settings, **changes})
+    perturb_adapters(trainer.model)
+    return fix_draws(trainer, draws)
+
+
+def weights_file(trainer, folder) -> dict[str, torch.Tensor]:
+    trainer.model.save_pretrained(folder)
+    return load_file(f"{folder}/adapter_model.safetensors")
+
+
+def assert_same(found: dict, expected: dict, start: dict) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        moved = (value - start[name]).abs().max()
+        error = (found[name] - value).abs().max()
+        assert error <= 2e-4 * moved + 3e-7, f"{name}: off by {error:.2e}, moved by {moved:.2e}"
+
+
+@pytest.mark.parametrize("cycles", [1, 2])
+@pytest.mark.parametrize("engine", ["functorch", "reference"])
+@pytest.mark.parametrize("weighted", [True, False])
+def test_cycles_equal_the_formulas(tmp_path, cycles, engine, weighted):
+    trainer = noiseless(draws=DRAWS[:cycles], grad_sample_mode=engine, residual_weighting=weighted)
+    start = weights_file(trainer, tmp_path / "start")
+    hand = HandTrainer(tmp_path / "start", RECORDS, batch=BATCH, norms=NORMS, rates=RATES, weighted=weighted)
+    for draw in DRAWS[:cycles]:
+        hand.cycle(*draw)
+    trainer.train()
+    assert_same(weights_file(trainer, tmp_path / "end"), hand.state(), start)
+    # the case at hand has records on both sides of each bound, and owners with and without records
+    for stream, bound in zip(("shared", "expert"), NORMS, strict=True):
+        assert min(hand.seen[stream]) < bound < max(hand.seen[stream])
+    assert len(set(hand.owners)) > 1
+
+
+def test_the_expert_step_uses_the_updated_shared_parameters(tmp_path):
+    draws = [([0, 1, 2, 3], range(16))]
+    alternating, still = noiseless(draws=draws, learning_rate=5.0), noiseless(draws=draws, learning_rate=1e-9)
+    first = weights_file(alternating, tmp_path / "start")
+    hand = HandTrainer(tmp_path / "start", RECORDS, batch=BATCH, norms=NORMS, rates=(5.0, RATES[1]))
+    hand.cycle(*draws[0])
+    moved, unmoved = run(alternating)[0]["expert"], run(still)[0]["expert"]
+    assert_same(weights_file(alternating, tmp_path / "end"), hand.state(), first)
+    gap = norm({n: moved[n] - unmoved[n] for n in moved})
+    assert gap > 0.05 * norm(moved), "the shared step made no difference to the expert step: a blind test"
+
+
+def test_the_micro_batch_size_and_the_padding_change_nothing():
+    updates = [run(noiseless(per_device_train_batch_size=size)) for size in (1, 3, 16)]
+    for other in updates[1:]:
+        for cycle, one in zip(other, updates[0], strict=True):
+            for stream in ("shared", "expert"):
+                gap = norm({n: cycle[stream][n] - one[stream][n] for n in one[stream]})
+                assert gap < 1e-4 * norm(one[stream])
+
+
+@pytest.mark.parametrize("denominator, divisor", [("owners", BATCH / EXPERTS), ("batch", BATCH)])
+def test_denominators_are_public_constants(denominator, divisor):
+    """A single clipped record moves its expert by exactly lr C / D_e, whatever the size of the draw."""
+    settings = dict(expert_max_grad_norm=1e-3, shared_max_grad_norm=1e-3, expert_denominator=denominator)
+    update = run(noiseless(draws=[([3], [3])], **settings))[0]
+    assert norm(update["shared"]) == pytest.approx(RATES[0] * 1e-3 / BATCH, rel=1e-3)
+    assert norm(update["expert"]) == pytest.approx(RATES[1] * 1e-3 / divisor, rel=1e-3)
+
+
+def test_an_empty_draw_without_noise_moves_nothing():
+    for draws, still in (([([], [1, 2])], "shared"), ([([1, 2], [])], "expert")):
+        update = run(noiseless(draws=draws))[0]
+        assert norm(update[still]) == 0
+        assert all(norm(update[stream]) > 0 for stream in update if stream != still)
+
+
+# ---- Neighbouring datasets: one record added, the same coins, no noise ----
+
+EXTREME = {"input_ids": [7, 8, 9, 10, 11] * 2, "attention_mask": [1] * 10, "labels": 2}
+
+
+def with_and_without(draw: tuple[list[int], list[int]], streams: tuple[str, ...], extra=EXTREME, **changes):
+    """Updates of the same cycle on D and on D + {extra}, the extra record drawn by `streams` alone."""
+    added = tuple(one + [16] * (name in streams) for name, one in zip(("shared", "expert"), draw, strict=True))
+    small = dict(shared_max_grad_norm=0.05, expert_max_grad_norm=0.02, **changes)
+    return run(noiseless(draws=[draw], **small))[0], run(noiseless([*RECORDS, extra], draws=[added], **small))[0]
+
+
+@pytest.mark.parametrize("draw", [([], []), (list(range(16)), list(range(16))), ([1, 5, 6], [2, 3])])
+def test_a_record_moves_the_shared_update_by_at_most_the_sensitivity(draw):
+    one, two = with_and_without(draw, ("shared",))
+    moved = norm(difference({"s": two["shared"]}, {"s": one["shared"]})["s"])
+    bound = RATES[0] * 0.05 / BATCH
+    assert 0.99 * bound < moved <= bound * (1 + 1e-3)  # the record is clipped, so the bound is met
+
+
+@pytest.mark.parametrize("draw", [([], []), (list(range(16)), list(range(16))), ([1, 5, 6], [2, 3])])
+@pytest.mark.parametrize("extra", [EXTREME, RECORDS[0], RECORDS[7]])
+def test_a_record_of_the_expert_stream_moves_one_expert_by_at_most_the_sensitivity(draw, extra):
+    one, two = with_and_without(draw, ("expert",), extra)
+    assert norm(difference({"s": two["shared"]}, {"s": one["shared"]})["s"]) == 0
+    change = difference({"e": two["expert"]}, {"e": one["expert"]})["e"]
+    per_expert = [norm({n: t[e] for n, t in change.items()}) for e in range(EXPERTS)]
+    owner = owners([extra])[0]
+    bound = RATES[1] * EXPERTS * 0.02 / BATCH
+    assert [e for e in range(EXPERTS) if per_expert[e] > 0] == [owner]
+    assert 0.99 * bound < per_expert[owner] <= bound * (1 + 1e-3)
+
+
+def test_a_record_that_cannot_be_differentiated_moves_nothing():
+    """Non-finite gradients count as zero: no record can poison the sum, and none shows itself by doing so."""
+    draw = ([0, 1, 2], [0, 1, 2])
+    clean = run(noiseless(draws=[draw]))[0]
+    trainer = noiseless(draws=[([0, 1, 2, 5], [0, 1, 2, 5])])
+    marked = RECORDS[5]["input_ids"][0]
+    others = {token for i in (0, 1, 2) for token in RECORDS[i]["input_ids"]}
+    assert marked not in others
+    with torch.no_grad():
+        trainer.model.get_input_embeddings().weight[marked] = float("inf")
+    broken = run(trainer)[0]
+    for stream in ("shared", "expert"):
+        gap = norm({n: broken[stream][n] - clean[stream][n] for n in clean[stream]})
+        assert np.isfinite(gap) and gap < 1e-4 * norm(clean[stream])
+
+
+# ---- Dropout: masks are secret ----
+
+
+def test_dropout_masks_come_from_no_seed_that_others_know():
+    """A mask depends on a record's place in the batch: with a known seed, one record more would change all masks."""
+    settings = dict(draws=[(range(16), range(16))], shared_max_grad_norm=0.05, seed=42)
+    updates = [run(noiseless(model=tiny_model(dropout_rate=0.1), **settings))[0]["shared"] for _ in range(2)]
+    assert norm({n: updates[0][n] - updates[1][n] for n in updates[0]}) > 0.1 * norm(updates[0])
+
+
+@pytest.mark.parametrize("drawn", [[], [1], range(16)])
+def test_training_leaves_no_trace_of_a_draw_in_the_global_generator(drawn):
+    """A checkpoint keeps the generator's state: how far it advanced would tell the size of the draw."""
+    trainer = noiseless(model=tiny_model(dropout_rate=0.1), draws=[(drawn, drawn)])
+    states = []
+
+    class Watch(TrainerCallback):
+        def on_step_begin(self, args, state, control, **kwargs):
+            states.append(torch.get_rng_state())
+
+        on_step_end = on_step_begin
+
+    trainer.add_callback(Watch())
+    trainer.train()
+    assert torch.equal(*states)
+
+
+def test_equal_records_get_masks_of_their_own():
+    """Twice the same record is not the same gradient twice: the masks differ within a micro-batch too."""
+    model = noiseless(model=tiny_model(dropout_rate=0.5)).model.train()
+    rows = per_sample_gradients(model, collate([RECORDS[0]] * 2), stream_parameters(model)["shared"])["score.weight"]
+    assert not torch.allclose(rows[0], rows[1], rtol=1e-2)
