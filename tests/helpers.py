@@ -28,13 +28,16 @@ def tiny_config(**changes) -> SwitchTransformersConfig:
     return SwitchTransformersConfig(**{**settings, **changes})
 
 
-def randomise(model: nn.Module, seed: int = 0, scale: float = 1.0) -> nn.Module:
-    """Weights with gain 1 everywhere, so that all experts are used and every gradient is of ordinary size."""
+def randomise(model: nn.Module, seed: int = 0) -> nn.Module:
+    """Weights under which tokens stay distinct, so that every expert is used and gradients are of ordinary size."""
     generator = torch.Generator().manual_seed(seed)
-    for parameter in model.parameters():
-        std = scale * (parameter.shape[-1] ** -0.5 if parameter.dim() > 1 else 0.3)
-        noise = torch.randn(parameter.shape, generator=generator) * std
-        parameter.data = ((parameter.dim() == 1) + noise).to(parameter.dtype)
+    for name, parameter in model.named_parameters():
+        noise = torch.randn(parameter.shape, generator=generator)
+        if parameter.dim() == 1:
+            value = noise * 0.3 + ("score" not in name)
+        else:
+            value = noise * (2.0 if "shared" in name else parameter.shape[-1] ** -0.5)
+        parameter.data = value.to(parameter.dtype)
     return model
 
 

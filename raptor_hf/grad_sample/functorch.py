@@ -31,6 +31,17 @@ def _protected(model: nn.Module, parameters: Mapping[str, torch.Tensor]) -> tupl
     )
 
 
+def _refuse_experts(model: nn.Module, parameters: Mapping[str, torch.Tensor]) -> None:
+    """The kernel treats expert adapters as constants: without an owner their gradient would be a silent zero."""
+    for path, block in sparse_blocks(model).items():
+        for name in block.owner_parameters():
+            if f"{path}.{name}" in parameters:
+                raise ValueError(
+                    f"Gradients of the expert adapter `{path}.{name}` were asked for without owners. This engine "
+                    'differentiates the owner\'s adapters only. Pass `owner`, or use `mode="reference"`.'
+                )
+
+
 def functorch_gradients(
     model: nn.Module,
     batch: Mapping[str, torch.Tensor],
@@ -43,6 +54,7 @@ def functorch_gradients(
     # An outer graph would be recorded for every parameter that requires grad; `grad` works at its own level.
     with torch.no_grad():
         if owner is None:
+            _refuse_experts(model, parameters)
             primals = {name: p.detach() for name, p in parameters.items()}
 
             def shared_loss(values, record):

@@ -20,7 +20,7 @@ LossFn = Callable[[Forward, Mapping[str, torch.Tensor]], torch.Tensor]
 
 def model_loss(forward: Forward, record: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """The loss that the model itself computes from `labels`: for a batch of one, the record's own mean loss."""
-    loss = forward(**record)["loss"]
+    loss = forward(**record).get("loss")
     if loss is None:
         raise PrivacyConfigError(
             "A batch without labels was given",

@@ -82,7 +82,7 @@ class SwitchTransformersForSequenceClassification(SwitchTransformersPreTrainedMo
         else:
             mask = attention_mask.unsqueeze(-1).to(hidden.dtype)
             pooled = (hidden * mask).sum(1) / mask.sum(1).clamp_min(1.0)
-        logits = self.score(pooled)
+        logits = self.score(pooled.to(self.score.weight.dtype))  # a trained head is fp32 on a bf16 encoder
         loss = None
         if labels is not None:
             loss = self.loss_function(labels=labels, logits=logits, pooled_logits=logits, config=self.config)

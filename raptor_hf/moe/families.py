@@ -25,7 +25,7 @@ def _switch_layers(model: nn.Module) -> list[SparseLayer]:
         if not isinstance(module, (SwitchTransformersSparseMLP, SwitchSparseBlock)):
             continue
         match = _BLOCK.search(name)
-        if name.startswith("decoder.") or match is None:
+        if "decoder" in name.split(".") or match is None:
             raise UnsupportedModelError(
                 f"`{type(model).__name__}` with a sparse decoder was given",
                 "Switch is supported as an encoder: a block index would name one layer of the encoder and one of the "

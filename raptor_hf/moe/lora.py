@@ -35,6 +35,29 @@ __all__ = [
 
 _ = _families
 
+# Options of a PEFT `LoraConfig` that would change what is trained, and the values at which they do nothing.
+_NEUTRAL = {
+    "lora_dropout": 0.0,
+    "use_dora": False,
+    "use_rslora": False,
+    "bias": "none",
+    "lora_bias": False,
+    "fan_in_fan_out": False,
+    "init_lora_weights": True,
+    "rank_pattern": None,
+    "alpha_pattern": None,
+    "exclude_modules": None,
+    "layers_to_transform": None,
+    "layers_pattern": None,
+    "layer_replication": None,
+    "target_parameters": None,
+    "trainable_token_indices": None,
+    "alora_invocation_tokens": None,
+    "use_qalora": False,
+    "use_bdlora": False,
+    "kasa_config": None,
+}
+
 
 class LoraLinear(nn.Module):
     """A frozen linear layer plus LoRA: base(x) + s B A x, with `lora_A` (r, in) and `lora_B` (out, r) in fp32."""
@@ -99,20 +122,14 @@ def resolve_layer(layout: MoELayout, layer: int | str) -> int:
 def _settings(config: Any) -> tuple[int, float, Any]:
     """(rank, alpha, target modules) of a `RaptorConfig`, or of a PEFT `LoraConfig`."""
     if not hasattr(config, "lora_rank"):
-        for name, neutral in (("lora_dropout", 0.0), ("use_dora", False), ("use_rslora", False), ("bias", "none")):
-            if getattr(config, name, neutral) != neutral:
+        for name, neutral in _NEUTRAL.items():
+            if getattr(config, name, neutral) not in (neutral, None, {}, [], set()):
                 raise PrivacyConfigError(
                     f"`peft_config.{name}={getattr(config, name)!r}` was given",
                     "The engines have no per-sample gradient for it, and an adapter trained without it would not be "
                     "what was asked for",
                     f"Leave it at {neutral!r}",
                 )
-        if getattr(config, "rank_pattern", None) or getattr(config, "alpha_pattern", None):
-            raise PrivacyConfigError(
-                "`peft_config` with `rank_pattern` or `alpha_pattern` was given",
-                "All adapters share one rank and one alpha",
-                "Set `r` and `lora_alpha` only",
-            )
         return config.r, config.lora_alpha, config.target_modules
     return config.lora_rank, config.lora_alpha, config.shared_target_modules
 
@@ -206,7 +223,8 @@ def attach_adapters(model: nn.Module, config: Any, protected_layer: int | str) -
         _replace(model, sparse.name, block)
     for parameter in head.parameters():
         parameter.requires_grad_(True)
-        parameter.data = parameter.data.float()
+        if parameter.dtype != torch.float64:
+            parameter.data = parameter.data.float()
     shared_storage = [names for parameter, names in tied_or_shared(model).items() if parameter.requires_grad]
     if shared_storage:
         raise UnsupportedModelError(

@@ -111,19 +111,31 @@ def select_layer(model: nn.Module, public_dataset: Iterable, **options: Any) -> 
     return LayerSelection(ranked[0]["block"], margin, table, records)
 
 
-def _fingerprints(dataset: Iterable[Mapping[str, Any]]) -> set[tuple]:
-    """What a record says: its token ids without padding and, when it has text columns, its normalised text."""
-    found: set[tuple] = set()
+def _contents(dataset: Iterable[Mapping[str, Any]]) -> list[tuple[dict[str, str], tuple | None]]:
+    """Of every record: its text columns, white space normalised, and its token ids without padding."""
+    found = []
     for record in dataset:
-        text = tuple(_SPACE.sub(" ", value).strip() for _, value in sorted(record.items()) if isinstance(value, str))
-        if text:
-            found.add(("text", *text))
+        text = {key: _SPACE.sub(" ", value).strip() for key, value in record.items() if isinstance(value, str)}
+        ids = None
         if "input_ids" in record:
             ids = torch.as_tensor(record["input_ids"]).flatten()
             mask = record.get("attention_mask")
             if mask is not None:
                 ids = ids[torch.as_tensor(mask).flatten().bool()]
-            found.add(("ids", *ids.tolist()))
+            ids = tuple(ids.tolist())
+        found.append((text, ids))
+    return found
+
+
+def _fingerprints(contents: list[tuple[dict[str, str], tuple | None]], columns: set[str]) -> set[tuple]:
+    """What the records say: their token ids, and the text of `columns` (of all text columns when none is named)."""
+    found: set[tuple] = set()
+    for text, ids in contents:
+        said = tuple(value for key, value in sorted(text.items()) if not columns or key in columns)
+        if said:
+            found.add(("text", *said))
+        if ids is not None:
+            found.add(("ids", *ids))
     return found
 
 
@@ -134,7 +146,10 @@ def check_disjoint(public_dataset: Iterable[Mapping[str, Any]], private_dataset:
         PrivacyConfigError: at least one record stands in both. The number of shared records is not told: it is
             a private count.
     """
-    public, private = _fingerprints(public_dataset), _fingerprints(private_dataset)
+    one, other = _contents(public_dataset), _contents(private_dataset)
+    # a label written as text, which an unlabelled corpus lacks, must not hide that the rest is the same
+    common = {key for text, _ in one for key in text} & {key for text, _ in other for key in text}
+    public, private = _fingerprints(one, common), _fingerprints(other, common)
     if public & private:
         raise PrivacyConfigError(
             "`public_dataset` shares at least one record with `train_dataset`",
