@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import math
@@ -52,11 +53,11 @@ def pld_epsilon(groups: Sequence[tuple[float, float, int]], delta: float) -> flo
         )
     distributions = importlib.import_module("dp_accounting.pld.privacy_loss_distribution")
     interval = _interval(groups, delta)
-    total = None
-    for sigma, p, steps in groups:
-        one = distributions.from_gaussian_mechanism(
+    composed = [
+        distributions.from_gaussian_mechanism(
             standard_deviation=sigma, sampling_prob=p, value_discretization_interval=interval, use_connect_dots=True
-        )
-        composed = one.self_compose(steps)
-        total = composed if total is None else total.compose(composed)
+        ).self_compose(steps)
+        for sigma, p, steps in groups
+    ]
+    total = functools.reduce(lambda one, other: one.compose(other), composed)
     return float(total.get_epsilon_for_delta(delta))

@@ -84,7 +84,7 @@ def _certified_scale(base: list[Mechanism], target: float, delta: float, account
         return [Mechanism(m.noise_multiplier * math.exp(log_factor), m.sample_rate, m.steps) for m in base]
 
     def rough(log_factor: float) -> float:
-        return rough_epsilon([tuple(m) for m in scaled(log_factor)], delta)
+        return rough_epsilon(scaled(log_factor), delta)
 
     exact = all(m.sample_rate == 1.0 for m in base)
     error = 0.0 if exact or accountant == "pld" else prv_eps_error(group_mechanisms(base), delta, target)

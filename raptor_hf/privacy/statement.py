@@ -158,7 +158,7 @@ class PrivacyStatement:
                 )
         for name in ("epsilon_spent", "epsilon_planned"):
             value = getattr(self, name)
-            if value is not None and finite(name, value) < 0 or (value is None) == self._has_noise:
+            if (value is not None and finite(name, value) < 0) or (value is None) == self._has_noise:
                 raise ReleaseError(
                     f"`{name}={value!r}` was given",
                     "Epsilon is a number >= 0 exactly where every stream is clipped and noised",
@@ -360,7 +360,11 @@ def _verdict(
 
 
 def _mechanisms(streams: list[StreamStatement], count: str) -> list[Mechanism]:
-    return [Mechanism(s.noise_multiplier, s.sample_rate, getattr(s, count)) for s in streams if s.private]
+    return [
+        Mechanism(stream.noise_multiplier, stream.sample_rate, getattr(stream, count))
+        for stream in streams
+        if stream.noise_multiplier is not None
+    ]
 
 
 def _upper(mechanisms: list[Mechanism], delta: float, accountant: str) -> float | None:

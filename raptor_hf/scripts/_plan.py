@@ -9,11 +9,21 @@ from pathlib import Path
 from typing import NamedTuple
 
 from raptor_hf.privacy import Mechanism, compute_epsilon, default_delta
+from raptor_hf.privacy._card import round_up
 from raptor_hf.privacy._pld import pld_installed
 from raptor_hf.privacy.accounting import EpsilonRangeError, check_delta
 from raptor_hf.validate import integer, positive, probability
 
-__all__ = ["Plan", "add_plan_arguments", "epsilon_rows", "format_table", "plan_cycles", "read_plan", "save_plot"]
+__all__ = [
+    "Plan",
+    "add_plan_arguments",
+    "epsilon_rows",
+    "format_table",
+    "plan_cycles",
+    "read_plan",
+    "save_plot",
+    "second_opinion_hint",
+]
 
 _PLOT_POINTS = 16
 OTHER_DELTAS = (1e-6, 1e-8)
@@ -75,19 +85,28 @@ def epsilon_rows(noise_multipliers: Mapping[str, float], plan: Plan) -> list[tup
 
     def show(streams: Sequence[Mechanism], delta: float, accountant: str = "prv") -> str:
         try:
-            return f"{compute_epsilon(streams, delta, accountant=accountant).upper:.4f}"
+            return round_up(compute_epsilon(streams, delta, accountant=accountant).upper)
         except EpsilonRangeError:
             return "above 20"
 
     together = list(mechanisms.values())
-    rows = [(f"noise multiplier, {name}", f"{sigma:.4f}") for name, sigma in noise_multipliers.items()]
+    # Rounded up, as every number below: whoever copies them gets no less privacy than is printed.
+    rows = [
+        (f"noise multiplier, {name}", f"{math.ceil(sigma * 1e4) / 1e4:.4f}")
+        for name, sigma in noise_multipliers.items()
+    ]
     rows.append(("epsilon, upper bound (prv)", show(together, plan.delta)))
-    second = show(together, plan.delta, "pld") if pld_installed() else "pip install 'raptor-hf[pld]'"
+    second = show(together, plan.delta, "pld") if pld_installed() else "not installed"
     rows.append(("epsilon, cross-check (pld)", second))
     if len(mechanisms) > 1:
         rows += [(f"epsilon of the {name} stream alone", show([one], plan.delta)) for name, one in mechanisms.items()]
     rows += [(f"epsilon at delta = {delta:g}", show(together, delta)) for delta in OTHER_DELTAS]
     return rows
+
+
+def second_opinion_hint() -> str:
+    """How to get the second accountant; empty when it is there."""
+    return "" if pld_installed() else "\ncross-check: pip install 'raptor-hf[pld]'"
 
 
 def format_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -10,7 +10,14 @@ from collections.abc import Sequence
 
 from raptor_hf.privacy import calibrate_noise_multipliers
 from raptor_hf.privacy.calibration import RULES
-from raptor_hf.scripts._plan import add_plan_arguments, epsilon_rows, format_table, read_plan, save_plot
+from raptor_hf.scripts._plan import (
+    add_plan_arguments,
+    epsilon_rows,
+    format_table,
+    read_plan,
+    save_plot,
+    second_opinion_hint,
+)
 
 __all__ = ["main", "make_parser"]
 
@@ -44,6 +51,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     rows = [[name, *(column[i][1] for column in columns)] for i, name in enumerate(names)]
     print(f"{plan.describe()}; target epsilon {args.epsilon:g}, rho {args.rho:g}\n")
     print(format_table(["", *RULES], rows))
+    if hint := second_opinion_hint():
+        print(hint)
     if args.plot is not None:
         save_plot(args.plot, noise, plan, args.epsilon)
         print(f"\nplot: {args.plot}")

@@ -10,7 +10,14 @@ from collections.abc import Sequence
 
 from raptor_hf.errors import PrivacyConfigError
 from raptor_hf.privacy.accounting import check_noise_multiplier
-from raptor_hf.scripts._plan import add_plan_arguments, epsilon_rows, format_table, read_plan, save_plot
+from raptor_hf.scripts._plan import (
+    add_plan_arguments,
+    epsilon_rows,
+    format_table,
+    read_plan,
+    save_plot,
+    second_opinion_hint,
+)
 
 __all__ = ["main", "make_parser"]
 
@@ -39,6 +46,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
     print(f"{plan.describe()}\n")
     print(format_table(["", "value"], epsilon_rows(noise, plan)))
+    if hint := second_opinion_hint():
+        print(hint)
     if args.plot is not None:
         save_plot(args.plot, {"spent": noise}, plan)
         print(f"\nplot: {args.plot}")
