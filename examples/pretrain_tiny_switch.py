@@ -68,7 +68,9 @@ def build_tokenizer(teacher_tokenizer, sentences: list[str], vocab_size: int) ->
     backend.normalizer = normalizers.BertNormalizer(lowercase=True)
     backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     backend.decoder = decoders.WordPiece(prefix="##")
-    backend.post_processor = processors.TemplateProcessing(single="$A </s>", pair="$A </s> $B </s>", special_tokens=[("</s>", 1)])
+    backend.post_processor = processors.TemplateProcessing(
+        single="$A </s>", pair="$A </s> $B </s>", special_tokens=[("</s>", 1)]
+    )
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,
         pad_token="<pad>",
@@ -86,7 +88,9 @@ def teacher_targets(ids: list[list[int]], to_teacher: torch.Tensor, workdir: Pat
     teacher = AutoModel.from_pretrained(teacher_path()).eval()
     offsets = np.concatenate([[0], np.cumsum([len(x) for x in ids])])
     width = teacher.config.hidden_size
-    tokens = np.lib.format.open_memmap(workdir / "tokens.npy", mode="w+", dtype=np.float16, shape=(int(offsets[-1]), width))
+    tokens = np.lib.format.open_memmap(
+        workdir / "tokens.npy", mode="w+", dtype=np.float16, shape=(int(offsets[-1]), width)
+    )
     pooled = np.lib.format.open_memmap(workdir / "pooled.npy", mode="w+", dtype=np.float16, shape=(len(ids), width))
     order = sorted(range(len(ids)), key=lambda i: len(ids[i]))
     start_time = time.time()
@@ -195,6 +199,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     torch.manual_seed(args.seed)
+    # the moments of rarely seen embedding rows decay into denormal numbers, which a CPU computes very slowly
+    torch.set_flush_denormal(True)
     args.workdir.mkdir(parents=True, exist_ok=True)
 
     sentences = imdb_sentences(args.sentences + 2_000, seed=args.seed)
@@ -207,7 +213,10 @@ def main() -> None:
     by_id = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
     to_teacher = torch.tensor([teacher_vocab[rename.get(piece, piece)] for piece, _ in by_id])
     unknown = sum(x.count(2) for x in held_out) / sum(map(len, held_out))
-    print(f"{len(by_id)} pieces, {np.mean([len(x) for x in ids]):.1f} tokens a sentence, {unknown:.3%} unknown", flush=True)
+    print(
+        f"{len(by_id)} pieces, {np.mean([len(x) for x in ids]):.1f} tokens a sentence, {unknown:.3%} unknown",
+        flush=True,
+    )
     if not (args.workdir / "offsets.npy").exists():
         teacher_targets(ids, to_teacher, args.workdir)
     offsets = np.load(args.workdir / "offsets.npy")
@@ -239,7 +248,11 @@ def main() -> None:
             progress = (time.time() - began) / budget
             if progress >= 1:
                 break
-            rate = args.learning_rate * min(1.0, (step + 1) / 300) * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * progress)))
+            rate = (
+                args.learning_rate
+                * min(1.0, (step + 1) / 300)
+                * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * progress)))
+            )
             for group in optimizer.param_groups:
                 group["lr"] = rate
             input_ids, mask = pad(ids, chunk)
@@ -262,7 +275,10 @@ def main() -> None:
                 recent = np.mean(log[-250:], axis=0)
                 entropy = ", ".join(f"{h:.3f}" for h in owner_entropy(student, probe))
                 minutes = (time.time() - began) / 60
-                print(f"{minutes:5.1f} min  epoch {epoch}  step {step}  pooled {recent[0]:.4f}  token {recent[1]:.4f}  owner entropy {entropy}", flush=True)
+                print(
+                    f"{minutes:5.1f} min  epoch {epoch}  step {step}  pooled {recent[0]:.4f}  token {recent[1]:.4f}  owner entropy {entropy}",
+                    flush=True,
+                )
             if step % 2000 == 0:
                 save(student, tokenizer, args, step, log, owner_entropy(student, probe))
         epoch += 1
