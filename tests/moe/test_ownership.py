@@ -76,26 +76,26 @@ def test_nothing_but_the_record_decides(capacity):
     assert owner_map(model, mixed, 3, data_collator=collate, batch_size=8)[::2].tolist() == expected
 
 
-def almost_tied(dtype=torch.float32):
+def almost_tied(blocks, **changes):
     """Routers whose experts 0 and 1, and 2 and 3, differ by less than rounding: batching could flip every token."""
-    model = tiny_model(dtype)
-    for block in SPARSE:
+    model = tiny_model(**changes)
+    for block in blocks:
         weight = model.get_submodule(f"encoder.block.{block}.layer.1.mlp.router.classifier").weight
         noise = torch.randn(2, weight.shape[1], generator=torch.Generator().manual_seed(block)) * 3e-7
-        weight.data[1::2] = weight.data[::2] + noise.to(dtype)
+        weight.data[1::2] = weight.data[::2] + noise
     return model
 
 
-def test_rounding_does_not_decide():
-    records = tiny_records(90, shortest=3)
-    model = almost_tied()
-    expected = owner_map(model, records, 3, data_collator=collate, batch_size=1).tolist()
-    stock = almost_tied()
-    assert expected == [brute_owner(stock_dispatch(stock, r)[3].sum(0).tolist()) for r in records]
-    for batch_size in (4, 17, 90):
+@pytest.mark.parametrize("capacity", [64, 3])
+@pytest.mark.parametrize("blocks", [(1,), (3,), (1, 3)], ids=str)
+def test_rounding_does_not_decide(blocks, capacity):
+    """Whether in the layer itself or in one below it, and where one flip moves another token over the capacity."""
+    records = tiny_records(45, shortest=3)
+    model, stock = (almost_tied(blocks, expert_capacity=capacity) for _ in range(2))
+    expected = [brute_owner(stock_dispatch(stock, r)[3].sum(0).tolist()) for r in records]
+    for batch_size in (17, 45):
         assert owner_map(model, records, 3, data_collator=collate, batch_size=batch_size).tolist() == expected
-    wide = [collate(records[i : i + 30], 40) for i in (0, 30, 60)]
-    assert owner_map(model, wide, 3).tolist() == expected
+    assert owner_map(model, [collate(records, 40)], 3).tolist() == expected
 
 
 def test_half_precision_does_not_decide_either():
@@ -160,6 +160,18 @@ def test_labels_are_not_needed_and_not_read():
     assert torch.equal(owner_map(model, [batch], 1), expected)
     del batch["labels"]
     assert torch.equal(owner_map(model, (b for b in [batch]), 1), expected)
+
+
+@pytest.mark.parametrize("blocks", [(), (1, 3)], ids=str)
+def test_a_record_without_a_token_belongs_to_the_first_expert(blocks):
+    """Nothing votes, so all are tied; and it must not disturb its neighbours."""
+    records = tiny_records(6)
+    model = almost_tied(blocks)
+    expected = owner_map(model, records, 3, data_collator=collate).tolist()
+    batch = collate(records, 15)
+    batch = {name: torch.cat([value[:3], value[:1], value[3:]]) for name, value in batch.items()}
+    batch["attention_mask"][3] = 0
+    assert owner_map(model, [batch], 3).tolist() == [*expected[:3], 0, *expected[3:]]
 
 
 def test_an_empty_dataset_has_an_empty_map():

@@ -134,6 +134,14 @@ def test_a_small_margin_on_few_records_warns(monkeypatch):
         assert select_layer(None, []).records == 1000
 
 
+def test_entropy_decides_where_chi2_would_choose_otherwise(monkeypatch):
+    laws = {1: [500, 500, 0, 0], 3: [700, 100, 100, 100]}
+    rows = [{"block": b, **distribution_statistics(law), "counts": law} for b, law in laws.items()]
+    assert rows[0]["entropy"] < rows[1]["entropy"] and rows[0]["chi2"] < rows[1]["chi2"]
+    monkeypatch.setattr("raptor_hf.moe.selection.routing_table", lambda *_a, **_k: rows)
+    assert select_layer(None, []).layer == 3
+
+
 def test_equal_entropies_give_the_lower_block(monkeypatch):
     rows = [{"block": b, "entropy": 1.0, "counts": [600, 600]} for b in (5, 1, 3)]
     monkeypatch.setattr("raptor_hf.moe.selection.routing_table", lambda *_a, **_k: rows)
