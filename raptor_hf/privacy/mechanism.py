@@ -57,7 +57,8 @@ class ClippedSum:
             sums, _ = clip_and_sum_by_owner(grads, owner, self.num_owners or 0, self.sensitivity)
         for name, value in sums.items():
             # keep the widest type seen: float64 tests stay exact
-            self.sums[name] = self.sums[name].to(value.dtype).add_(value)
+            widest = torch.promote_types(self.sums[name].dtype, value.dtype)
+            self.sums[name] = self.sums[name].to(widest).add_(value)
 
     def reduce(self, all_reduce: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Sum over processes; `all_reduce` maps a tensor to its sum over all of them."""

@@ -124,6 +124,14 @@ def test_half_precision_micro_batches_add_up_in_float32():
     assert total.sums["a"].item() == pytest.approx(600, rel=1e-5)
 
 
+def test_the_sum_keeps_the_widest_type_it_was_given():
+    total = ClippedSum({"a": torch.Size((1,))}, 1.0)
+    total.add({"a": torch.tensor([[1e-12]], dtype=torch.float64)})
+    total.add({"a": torch.tensor([[0.5]], dtype=torch.float32)})
+    assert total.sums["a"].dtype == torch.float64
+    assert total.sums["a"].item() - 0.5 == pytest.approx(1e-12, rel=1e-3)
+
+
 def test_the_sum_is_float32_whatever_the_default_type():
     torch.set_default_dtype(torch.bfloat16)
     try:
