@@ -25,7 +25,7 @@ def statement_markdown(statement: PrivacyStatement) -> str:
         ("Delta", f"{statement.delta:.4g}"),
     ]
     for row in statement.other_deltas:
-        spent, planned = (_show(value, "above 20") for value in (row.epsilon_spent, row.epsilon_planned))
+        spent, planned = (_show(value, "not certified") for value in (row.epsilon_spent, row.epsilon_planned))
         rows.append((f"Epsilon at delta = {row.delta:g}, spent / planned", f"{spent} / {planned}"))
     if statement.target_epsilon is not None:
         rows.append(("Target epsilon", f"{statement.target_epsilon:g}"))

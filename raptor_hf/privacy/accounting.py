@@ -170,10 +170,12 @@ def _prv_with_retry(
 def rough_epsilon(groups: Sequence[tuple[float, float, int]], delta: float) -> float:
     """An uncertified epsilon: the saddle-point integral, or a coarse composition where that converges too slowly."""
     rough = estimate_epsilon(groups, delta)
-    if rough is None:
-        coarse = max(0.02, 8 * prv_eps_error(groups, delta, 1e-9))
-        rough = max(0.0, _prv_with_retry(groups, delta, coarse, both_directions=False)[1])
-    return rough
+    return _coarse_epsilon(groups, delta) if rough is None else rough
+
+
+def _coarse_epsilon(groups: Sequence[tuple[float, float, int]], delta: float) -> float:
+    coarse = max(0.02, 8 * prv_eps_error(groups, delta, 1e-9))
+    return max(0.0, _prv_with_retry(groups, delta, coarse, both_directions=False)[1])
 
 
 @functools.lru_cache(maxsize=1024)
@@ -199,7 +201,8 @@ def _certify(groups: tuple[tuple[float, float, int], ...], delta: float, account
 def _composed(
     groups: Sequence[tuple[float, float, int]], delta: float, safe_delta: float, accountant: str
 ) -> EpsilonBounds:
-    rough = rough_epsilon(groups, delta)
+    independent = estimate_epsilon(groups, delta)
+    rough = _coarse_epsilon(groups, delta) if independent is None else independent
     if rough > MAX_EPSILON:
         raise EpsilonRangeError(delta)
     if accountant == "pld":
@@ -210,8 +213,8 @@ def _composed(
         eps_error = prv_eps_error(groups, delta, max(rough, 0.01))
         bounds = EpsilonBounds(*(max(0.0, value) for value in _prv_with_retry(groups, safe_delta, eps_error)))
     # An independent method, without a mesh or a Fourier transform: no certificate, but it must not exceed one.
-    if rough > bounds.upper + 1e-6:
-        raise RuntimeError(f"two methods disagree: {rough:.6g} and at most {bounds.upper:.6g}")
+    if independent is not None and independent > bounds.upper + 1e-6:
+        raise RuntimeError(f"two methods disagree: {independent:.6g} and at most {bounds.upper:.6g}")
     return bounds
 
 

@@ -18,7 +18,6 @@ from raptor_hf.privacy._card import NOISE_SOURCES, round_up, statement_markdown
 from raptor_hf.privacy.accounting import (
     ACCOUNTANTS,
     EpsilonBounds,
-    EpsilonRangeError,
     Mechanism,
     check_delta,
     compute_epsilon,
@@ -89,7 +88,7 @@ class StreamStatement:
 
 @dataclass(frozen=True)
 class OtherDelta:
-    """Upper bounds of epsilon at another delta; None above 20, where nothing is certified."""
+    """Upper bounds of epsilon at another delta; None where nothing is certified (above 20, or too many steps)."""
 
     delta: float
     epsilon_planned: float | None
@@ -278,7 +277,7 @@ class PrivacyStatement:
         rows = [OtherDelta(self.delta, self.epsilon_planned, self.epsilon_spent), *self.other_deltas]
         for row in rows:
             for count, claim in (("steps_planned", row.epsilon_planned), ("steps_taken", row.epsilon_spent)):
-                if claim is None:  # "above 20": claims nothing
+                if claim is None:  # claims nothing
                     continue
                 bounds = compute_epsilon(_mechanisms(streams, count), row.delta, accountant=accountant)
                 limit = bounds.lower if accountant == "prv" != self.accountant else bounds.upper
@@ -370,7 +369,7 @@ def _mechanisms(streams: list[StreamStatement], count: str) -> list[Mechanism]:
 def _upper(mechanisms: list[Mechanism], delta: float, accountant: str) -> float | None:
     try:
         return compute_epsilon(mechanisms, delta, accountant=accountant).upper
-    except EpsilonRangeError:
+    except PrivacyConfigError:  # above 20, or a delta below the rounding error of that many steps
         return None
 
 
