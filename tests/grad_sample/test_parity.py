@@ -17,7 +17,6 @@ from tests.helpers import EXPERTS, brute_owner, collate, float64_routers, stock_
 
 RANK, ALPHA, BLOCK = 3, 5.0, 3
 MODES = sorted(ENGINES)
-PATH = f"encoder.block.{BLOCK}.layer.1.mlp"
 PROJECTIONS = {"first": "wi", "second": "wo"}
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5}
 
@@ -27,9 +26,9 @@ def _exact(exact_norms):
     """All of this file computes its norms in the dtype of the model."""
 
 
-def adapted(dtype=torch.float64, **changes):
+def adapted(dtype=torch.float64, block=BLOCK, **changes):
     """A model whose adapters are far from zero. Their values are float32 numbers, so that saving loses nothing."""
-    model = attach_adapters(tiny_model(dtype, **changes), LoraConfig(r=RANK, lora_alpha=ALPHA), BLOCK)
+    model = attach_adapters(tiny_model(dtype, **changes), LoraConfig(r=RANK, lora_alpha=ALPHA), block)
     generator = torch.Generator().manual_seed(5)
     for stream in stream_parameters(model).values():
         for name, parameter in stream.items():
@@ -42,7 +41,8 @@ def adapted(dtype=torch.float64, **changes):
 class Oracle:
     """Stock model, stock PEFT, one record at a time."""
 
-    def __init__(self, model, directory, dtype, **changes):
+    def __init__(self, model, directory, dtype, block=BLOCK, **changes):
+        self.block = block
         model.save_pretrained(directory)
         base = tiny_model(dtype, **changes)
         self.model = PeftModel.from_pretrained(base, directory, is_trainable=True).to(dtype).eval()
@@ -78,7 +78,7 @@ class Oracle:
 
     def dispatch(self, record) -> list[float]:
         """How many tokens of a record each expert of the protected layer gets, adapters on."""
-        return stock_dispatch(self.model.base_model.model, record, [BLOCK])[BLOCK].sum(0).tolist()
+        return stock_dispatch(self.model.base_model.model, record, [self.block])[self.block].sum(0).tolist()
 
     def owners(self, records) -> list[int]:
         """Owners as the records come, but the last ones belong to an expert that no token of theirs reaches."""
@@ -101,6 +101,8 @@ def assert_close(found, expected, tolerance):
 RECORDS = tiny_records(8, seed=3)
 CASES = {
     "plain": ({}, RECORDS, 0),
+    "a lower layer": ({"block": 1}, RECORDS, 0),
+    "a lower layer, capacity 2": ({"block": 1, "expert_capacity": 2}, RECORDS, 0),
     "capacity 2": ({"expert_capacity": 2}, RECORDS, 0),
     "capacity 2, padded": ({"expert_capacity": 2}, RECORDS, 20),
     "everything dropped": ({"expert_capacity": 0}, RECORDS, 0),

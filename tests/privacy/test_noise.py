@@ -1,4 +1,4 @@
-"""Noise: its distribution, its independence, and that no seed of the session reaches it.
+"""Noise: its distribution, its independence, and that no global seed reaches it.
 
 Every statistical threshold lies where a correct draw falls less than once in 1e7 runs.
 """
