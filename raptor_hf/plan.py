@@ -7,13 +7,14 @@ import os
 from torch import nn
 
 from raptor_hf.config import RaptorConfig
+from raptor_hf.errors import PrivacyConfigError
 from raptor_hf.methods import get_method
 from raptor_hf.moe.lora import adapter_plan, stream_parameters
 from raptor_hf.privacy import PrivacyStatement, StreamStatement, calibrate_noise_multipliers, default_delta
 from raptor_hf.state import PrivacyLedger, PrivacyPlan
 from raptor_hf.streams import Stream
 
-__all__ = ["make_plan", "make_statement", "make_streams"]
+__all__ = ["check_untrained", "make_plan", "make_statement", "make_streams"]
 
 
 def make_plan(args: RaptorConfig, model: nn.Module, dataset_size: int, cycles: int) -> PrivacyPlan:
@@ -45,7 +46,21 @@ def make_plan(args: RaptorConfig, model: nn.Module, dataset_size: int, cycles: i
         dataset_size=dataset_size,
         expected_batch_size=args.expected_batch_size,
         protected_layer=adapter_plan(model).layer,
+        insecure_noise=args.insecure_noise_seed is not None,
+        research_diagnostics=args.research_diagnostics,
     )
+
+
+def check_untrained(model: nn.Module, ledger: PrivacyLedger) -> None:
+    """Bind `ledger` to the model; refuse a model whose steps another ledger counts."""
+    other = getattr(model, "raptor_ledger", None)
+    if other is not None and other is not ledger and (other.shared_steps or other.expert_steps):
+        raise PrivacyConfigError(
+            "A model that another trainer has trained was given",
+            "What that training spent would be missing from this one's budget and statement",
+            "Go on with that trainer, resume from a checkpoint of it, or load the base model again",
+        )
+    model.raptor_ledger = ledger
 
 
 def make_streams(args: RaptorConfig, model: nn.Module, plan: PrivacyPlan) -> dict[str, Stream]:
@@ -83,7 +98,7 @@ def make_statement(
     spent = {"shared": ledger.shared_steps, "expert": ledger.expert_steps}
     described = {
         name: StreamStatement(
-            noise_multiplier=stream.noise_multiplier,
+            noise_multiplier=stream.noise_multiplier or None,  # None: no noise, and the statement says so
             sample_rate=plan.sample_rate,
             max_grad_norm=stream.max_norm,
             denominator=stream.denominator,

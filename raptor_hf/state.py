@@ -21,7 +21,7 @@ class PrivacyPlan:
 
     Attributes:
         sample_rate: p = B / n. cycles: planned cycles T. target_epsilon: None when the multipliers were given.
-        protected_layer: block index.
+        protected_layer: block index. insecure_noise, research_diagnostics: steps so made are not private, and stay so.
     """
 
     shared_noise_multiplier: float
@@ -34,6 +34,8 @@ class PrivacyPlan:
     dataset_size: int
     expected_batch_size: int
     protected_layer: int
+    insecure_noise: bool = False
+    research_diagnostics: bool = False
 
     @property
     def has_noise(self) -> bool:
@@ -77,6 +79,11 @@ class PrivacyLedger:
         plan = self.plan
         if plan.target_epsilon is None or not plan.has_noise:
             self._limit = None
+            if plan.has_noise:  # a plan whose epsilon cannot be told is refused now, not at the first log or save
+                steps = max(limit, self.shared_steps, self.expert_steps)
+                sigmas = (plan.shared_noise_multiplier, plan.expert_noise_multiplier)
+                planned = [Mechanism(sigma, plan.sample_rate, steps) for sigma in sigmas]
+                compute_epsilon(planned, plan.delta, accountant=plan.accountant)
             return limit
         left = max_cycles(
             plan.target_epsilon,

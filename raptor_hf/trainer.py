@@ -30,7 +30,7 @@ from raptor_hf.grad_sample import LossFn, model_loss, residual_weighted
 from raptor_hf.moe import LayerSelection, attach_adapters, check_disjoint, load_adapter, owner_map, select_layer
 from raptor_hf.moe.lora import adapter_plan, resolve_layer, stream_parameters
 from raptor_hf.optim import check_optimizer, stream_optimizer
-from raptor_hf.plan import make_plan, make_statement, make_streams
+from raptor_hf.plan import check_untrained, make_plan, make_statement, make_streams
 from raptor_hf.privacy import PrivacyStatement
 from raptor_hf.privacy.noise import EntropySource, NoiseSource
 from raptor_hf.privacy.sampling import Cycle, CycleLoader, PoissonSampler
@@ -217,9 +217,10 @@ class RaptorTrainer(Trainer):
         cycles = self.planned_cycles()
         plan = self._plan(cycles)
         if resume_from is not None:
-            self.ledger = PrivacyLedger.load(resume_from, plan)
-        elif self.ledger is None:
-            self.ledger = PrivacyLedger(plan)
+            self.ledger = self.model.raptor_ledger = PrivacyLedger.load(resume_from, plan)
+        else:
+            self.ledger = self.ledger or PrivacyLedger(plan)
+            check_untrained(self.model, self.ledger)
         self._budget_callback.ledger = self.ledger
         if self.ledger.cycles_left(cycles) == 0:
             raise PrivacyConfigError(
@@ -388,6 +389,12 @@ def _check_arguments(cls: type, args: Any, model_init: Any, compute_loss_func: A
             "A loss function of one's own was given (`compute_loss_func`, or `compute_loss` overridden)",
             "It sees a whole batch: nothing shows that it keeps the records apart",
             "Let the model compute the loss from `labels`",
+        )
+    if args.world_size > 1:
+        raise PrivacyConfigError(
+            f"Training was started in {args.world_size} processes",
+            "Their sums are not added up in this version: each would train a model of its own on its share",
+            "Start one process",
         )
     if args.push_to_hub:
         raise PrivacyConfigError(

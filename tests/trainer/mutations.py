@@ -90,9 +90,6 @@ def no_noise_on_empty():
 def no_noise_on_empty_draw():
     """No noise on an empty draw."""
 
-    def noise_of(value, sigma, c, d, noise):
-        return noise.normal(value.shape, sigma * c)
-
     original = streams.noisy_gradients
 
     def broken(stream, clipped, noise):
