@@ -180,6 +180,7 @@ class RaptorConfig(TrainingArguments):
         accumulation: int = self.gradient_accumulation_steps  # type: ignore[has-type]
         super().__post_init__()
         self._refuse_inherited()
+        self.max_grad_norm = 0.0  # not None, which the training loop would compare with a number
         self._check_privacy()
         # one process drives one device: DataParallel would scatter a micro-batch behind the engines' back
         self._n_gpu = min(1, self.n_gpu)
