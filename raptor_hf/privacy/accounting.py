@@ -183,7 +183,8 @@ def _certify(groups: tuple[tuple[float, float, int], ...], delta: float, account
     """The bounds for checked groups. Cached: a run asks again at every log line, checkpoint and statement."""
     if all(p == 1.0 for _, p, _ in groups):
         epsilon = _gaussian_epsilon(1 / groups[0][0], delta)
-        bounds = EpsilonBounds(epsilon * (1 - 1e-9), epsilon, epsilon * (1 + 1e-9))
+        # Exact to 1e-12; the margin is as wide as the pessimism of numerical accountants, so that they agree.
+        bounds = EpsilonBounds(epsilon * (1 - 1e-4), epsilon, epsilon * (1 + 1e-4))
     else:
         rounding = _ROUNDING * sum(steps for *_, steps in groups)
         if delta < 10 * rounding:

@@ -33,7 +33,7 @@ from raptor_hf.validate import integer, one_of, positive, probability
 __all__ = ["RULES", "NoiseMultipliers", "calibrate_noise_multipliers"]
 
 RULES = ("joint", "basic")
-_SLACK = 0.0005  # of the target: an upper bound this close below it is accepted
+_SLACK = 0.002  # of the target: an upper bound this close below it is accepted
 
 
 class NoiseMultipliers(NamedTuple):
@@ -44,13 +44,13 @@ class NoiseMultipliers(NamedTuple):
     epsilon_upper: float
 
 
-def _solve(epsilon_of_log: Callable[[float], float], aim: float, start: float = 0.0) -> float:
-    """The log noise at which a decreasing `epsilon_of_log` meets `aim`; may lie outside the guarded range."""
+def _solve(epsilon_of_log: Callable[[float], float], aim: float, start: float, lowest: float) -> float:
+    """The log noise >= about `lowest` at which a decreasing `epsilon_of_log` meets `aim`, searched from `start`."""
 
     def gap(log_noise: float) -> float:
         return math.log(max(epsilon_of_log(log_noise), 1e-30)) - math.log(aim)
 
-    low = high = start
+    low = high = max(start, lowest)
     step = 0.25
     while gap(high) > 0:
         low, high, step = high, high + step, 2 * step
@@ -58,9 +58,9 @@ def _solve(epsilon_of_log: Callable[[float], float], aim: float, start: float = 
             raise _out_of_range(aim, "above", MAX_NOISE)
     step = 0.25
     while low == high or gap(low) <= 0:
-        low, high, step = low - step, low if low != high else high, 2 * step
-        if low < math.log(MIN_NOISE) - 3:
+        if low <= lowest:
             raise _out_of_range(aim, "below", MIN_NOISE)
+        low, high, step = max(low - step, lowest), low if low != high else high, 2 * step
     return float(brentq(gap, low, high, xtol=1e-7))
 
 
@@ -74,7 +74,11 @@ def _out_of_range(aim: float, side: str, bound: float) -> PrivacyConfigError:
 
 def _alone(target: float, delta: float, sample_rate: float, steps: int) -> float:
     """The noise multiplier at which one stream alone spends `target` (uncertified)."""
-    return math.exp(_solve(lambda log_noise: rough_epsilon([(math.exp(log_noise), sample_rate, steps)], delta), target))
+
+    def rough(log_noise: float) -> float:
+        return rough_epsilon([(math.exp(log_noise), sample_rate, steps)], delta)
+
+    return math.exp(_solve(rough, target, 0.0, math.log(MIN_NOISE)))
 
 
 def _certified_scale(base: list[Mechanism], target: float, delta: float, accountant: str) -> tuple[float, float]:
@@ -88,8 +92,9 @@ def _certified_scale(base: list[Mechanism], target: float, delta: float, account
 
     exact = all(m.sample_rate == 1.0 for m in base)
     error = 0.0 if exact or accountant == "pld" else prv_eps_error(group_mechanisms(base), delta, target)
-    aim = (1 - _SLACK / 2) * target - error
+    aim = (1 - _SLACK / 4) * target - error
     log_factor, best = 0.0, None
+    lowest = math.log(MIN_NOISE / min(m.noise_multiplier for m in base))
     for _ in range(6):
         if aim <= 0.01 * target:
             raise PrivacyConfigError(
@@ -97,17 +102,15 @@ def _certified_scale(base: list[Mechanism], target: float, delta: float, account
                 "It is below the numerical error of the accountant for that many steps",
                 'Raise it, take fewer steps (a larger batch), or use `accountant="pld"`',
             )
-        log_factor = _solve(rough, aim, log_factor)
-        for mechanism in scaled(log_factor):
-            if not MIN_NOISE <= mechanism.noise_multiplier <= MAX_NOISE:
-                small = mechanism.noise_multiplier < MIN_NOISE
-                raise _out_of_range(target, "below" if small else "above", MIN_NOISE if small else MAX_NOISE)
+        log_factor = _solve(rough, aim, log_factor, lowest)
+        if max(m.noise_multiplier for m in scaled(log_factor)) > MAX_NOISE:
+            raise _out_of_range(target, "above", MAX_NOISE)
         upper = compute_epsilon(scaled(log_factor), delta, accountant=accountant).upper
         if upper <= target and (best is None or upper > best[1]):
             best = (math.exp(log_factor), upper)
             if upper >= (1 - _SLACK) * target:
                 break
-        aim += (1 - _SLACK / 2) * target - upper
+        aim += (1 - _SLACK / 4) * target - upper
     if best is None:
         raise PrivacyConfigError(
             f"`target_epsilon={target:g}` was given",

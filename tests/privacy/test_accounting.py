@@ -34,14 +34,12 @@ def _tolerance(epsilon: float) -> float:
 def _check_row(row: dict[str, str]) -> None:
     groups, delta, pld = _groups(row), float(row["delta"]), float(row["pld_adapt"])
     bounds = compute_epsilon(groups, delta)
-    error = 1e-6 if row["p"] == "1.0" else prv_eps_error(groups, delta, pld)
+    error = prv_eps_error(groups, delta, pld)
     assert bounds.lower <= bounds.estimate <= bounds.upper
     assert bounds.estimate == pytest.approx(float(row["prv_est"]), abs=_tolerance(pld))
     assert abs(bounds.upper - pld) <= _tolerance(pld) + error
     assert abs(bounds.lower - pld) <= _tolerance(pld) + error
-    assert bounds.lower <= pld * (1 + 1e-5) and pld <= bounds.upper * (1 + 1e-5)  # exact where p = 1: PLD rounds up
-    if row["p"] != "1.0":
-        assert bounds.lower <= pld <= bounds.upper
+    assert bounds.lower <= pld <= bounds.upper
 
 
 @pytest.mark.parametrize("index", range(0, len(ROWS), 5))
@@ -79,7 +77,7 @@ def test_prv_brackets_pld_on_all_rows() -> None:
     for row in ROWS:
         groups, delta = _groups(row), float(row["delta"])
         prv, pld = compute_epsilon(groups, delta), compute_epsilon(groups, delta, accountant="pld")
-        assert prv.lower <= pld.upper * (1 + 1e-8) and pld.upper <= prv.upper * (1 + 1e-8)
+        assert prv.lower <= pld.upper <= prv.upper
         assert pld.upper == pytest.approx(float(row["pld_adapt"]), abs=_tolerance(float(row["pld_adapt"])))
 
 
@@ -105,11 +103,11 @@ def test_unequal_steps_and_one_stream() -> None:
     assert compute_epsilon([shared, expert._replace(steps=0)], 1e-5) == alone
 
 
-@pytest.mark.parametrize("mu", [0.05, 0.5, 1.0, 3.0])
+@pytest.mark.parametrize("mu", [0.05, 0.5, 1.0, 2.5])
 @pytest.mark.parametrize("delta", [1e-10, 1e-6, 1e-3])
 def test_without_subsampling_it_is_the_analytic_gaussian(mu: float, delta: float) -> None:
     bounds = compute_epsilon([Mechanism(2 / mu, 1.0, 3), (2 / mu, 1.0, 1)], delta)
-    epsilon = bounds.upper
+    epsilon = bounds.estimate
     excess = norm.cdf(mu / 2 - epsilon / mu) - math.exp(epsilon + norm.logcdf(-mu / 2 - epsilon / mu))
     if epsilon > 0:
         assert excess == pytest.approx(delta, rel=1e-4)
@@ -180,7 +178,7 @@ def test_monotone_in_noise_steps_rate_and_delta() -> None:
 
     for name, values, growing in [
         ("sigma", [0.5, 0.7, 1.0, 1.5, 4.0, 20.0], False),
-        ("p", [0.001, 0.01, 0.02, 0.05, 0.2], True),
+        ("p", [0.001, 0.01, 0.02, 0.05], True),
         ("steps", [1, 10, 100, 200, 1000], True),
         ("delta", [1e-9, 1e-7, 1e-5, 1e-3], False),
     ]:

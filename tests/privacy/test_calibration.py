@@ -113,7 +113,9 @@ def test_without_subsampling_it_meets_the_target_exactly() -> None:
 @pytest.mark.parametrize("sigma", [0.8, 1.5, 6.0])
 def test_inverse_to_accounting(sigma: float) -> None:
     target = compute_epsilon([(sigma, RATE, STEPS)], DELTA).upper
-    assert calibrate_noise_multipliers(target, DELTA, RATE, STEPS, budget_split=1).shared == pytest.approx(sigma, rel=2e-3)
+    assert calibrate_noise_multipliers(target, DELTA, RATE, STEPS, budget_split=1).shared == pytest.approx(
+        sigma, rel=2e-3
+    )
 
 
 def test_pld_as_the_certificate() -> None:
@@ -129,7 +131,7 @@ def test_pld_as_the_certificate() -> None:
         ({"target_epsilon": 0}, "greater than zero"),
         ({"target_epsilon": 21.0}, "up to 20"),
         ({"target_epsilon": 20.0, "steps": 1, "sample_rate": 1e-4}, r"below 0\.25"),
-        ({"target_epsilon": 1e-6, "steps": 100_000, "sample_rate": 0.001}, "numerical error"),
+        ({"target_epsilon": 2e-3, "steps": 100_000, "sample_rate": 0.001}, "numerical error"),
         ({"target_delta": 1e-11}, "1e-10 <= target_delta"),
         ({"sample_rate": 0.0}, r"\(0, 1\]"),
         ({"steps": 0}, "whole number >= 1"),
