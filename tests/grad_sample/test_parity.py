@@ -277,7 +277,8 @@ def test_engines_leave_nothing_behind(mode, stream):
     owner = torch.zeros(8, dtype=torch.long) if stream == "expert" else None
     found = per_sample_gradients(model, collate(RECORDS), stream_parameters(model)[stream], mode=mode, owner=owner)
     assert model.training
-    assert all(p.grad is None and torch.equal(p, before[name]) for name, p in model.named_parameters())
+    assert all(p.grad is None for p in model.parameters())
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
     assert all(not value.requires_grad for value in found.values())
     assert all(not block._kernel and block._owner is None for block in model.modules() if hasattr(block, "_kernel"))
     batch = collate(RECORDS)
@@ -315,18 +316,21 @@ def test_every_record_draws_its_own_dropout(mode):
 
 
 @pytest.mark.parametrize("stream", ["shared", "expert"])
-def test_engines_agree_on_a_half_precision_base(stream):
+@pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "reference"])
+def test_engines_agree_on_a_half_precision_base(mode, stream):
     model = attach_adapters(tiny_model(torch.bfloat16), LoraConfig(r=RANK), BLOCK)
     for name, parameter in {**stream_parameters(model)["shared"], **stream_parameters(model)["expert"]}.items():
         if "lora_B" in name:
             parameter.data.normal_(std=0.1, generator=torch.Generator().manual_seed(0))
     parameters = stream_parameters(model)[stream]
     owner = torch.arange(8) % EXPERTS if stream == "expert" else None
-    one, other = (per_sample_gradients(model, collate(RECORDS), parameters, mode=mode, owner=owner) for mode in MODES)
+    one, other = (
+        per_sample_gradients(model, collate(RECORDS), parameters, mode=m, owner=owner) for m in (mode, "reference")
+    )
     for i in range(8):
         a, b = (torch.cat([v[i].flatten() for v in g.values()]).double() for g in (one, other))
         assert a.isfinite().all() and b.isfinite().all()
-        assert float((a - b).norm()) <= 0.1 * float(b.norm()) + 1e-6
+        assert float((a - b).norm()) <= 0.25 * float(b.norm()) + 1e-6
     assert all(value.dtype == torch.float32 for value in one.values())
 
 
@@ -368,4 +372,4 @@ def test_a_batch_without_labels_is_refused(mode):
 def test_an_unknown_engine_is_refused():
     model = adapted()
     with pytest.raises(ValueError, match="mode"):
-        per_sample_gradients(model, collate(RECORDS), stream_parameters(model)["shared"], mode="hooks")
+        per_sample_gradients(model, collate(RECORDS), stream_parameters(model)["shared"], mode="magic")
