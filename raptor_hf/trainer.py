@@ -189,6 +189,11 @@ class RaptorTrainer(Trainer):
         """The next cycle, without the count of its items: that count is private."""
         return [cycle for _, cycle in zip(range(num_batches), epoch_iterator, strict=False)], None
 
+    def _checked_batch(self, records: list) -> dict:
+        batch = self._collate(records)
+        check_batch(batch, len(records), self.label_names)
+        return batch
+
     def _micro_batches(self, indices: Any, owners: torch.Tensor | None) -> Iterator[tuple[dict, torch.Tensor | None]]:
         """Collated micro-batches of a logical batch, shortest records first (their order does not change the sum)."""
         drawn = [(self._records[int(i)], int(i)) for i in indices]
@@ -196,8 +201,7 @@ class RaptorTrainer(Trainer):
         size = self.args.per_device_train_batch_size
         for start in range(0, len(drawn), size):
             chunk = drawn[start : start + size]
-            batch = self._collate([record for record, _ in chunk])
-            check_batch(batch, len(chunk), self.label_names)
+            batch = self._checked_batch([record for record, _ in chunk])
             owner = None if owners is None else owners[[i for _, i in chunk]].to(self.args.device)
             yield dict(self._prepare_inputs(batch)), owner
 
@@ -232,7 +236,7 @@ class RaptorTrainer(Trainer):
         if self._owners is None and "expert" in self._streams:
             self._owners = owner_map(
                 self.model, self._records, adapter_plan(self.model).layer, rule=self.args.ownership,
-                data_collator=self._collate, batch_size=self.args.per_device_eval_batch_size,
+                data_collator=self._checked_batch, batch_size=self.args.per_device_eval_batch_size,
             )  # fmt: skip
 
     # ---- Training ----

@@ -7,12 +7,14 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 from datasets import Dataset
 from torch import nn
 from transformers import TrainerCallback
 
 from raptor_hf import RaptorConfig, RaptorTrainer, stream_parameters
+from raptor_hf.errors import RaptorError
 from raptor_hf.privacy.sampling import Cycle
 from tests.helpers import collate, tiny_model, tiny_records
 
@@ -118,3 +120,25 @@ def run(trainer: RaptorTrainer) -> list[dict[str, dict[str, torch.Tensor]]]:
 
 def files(folder: str | Path) -> list[str]:
     return sorted(str(p.relative_to(folder)) for p in Path(folder).rglob("*") if p.is_file())
+
+
+def assert_refused(action, kind: type[RaptorError], *words: str) -> str:
+    """`action` raises `kind` with three parts, and its message has all `words`. Returns the message."""
+    with pytest.raises(kind) as caught:
+        action()
+    error = caught.value
+    assert type(error) is kind or issubclass(type(error), kind)
+    for part in (error.given, error.why, error.instead):
+        assert len(part.split()) >= 2, f"a part says nothing: {part!r}"
+        assert part.rstrip(".") in str(error)
+    for word in words:
+        assert word.lower() in str(error).lower(), f"{word!r} is missing in: {error}"
+    return str(error)
+
+
+def assert_refused_before_training(trainer, kind: type[RaptorError], *words: str) -> None:
+    before = values(trainer.model)
+    assert_refused(trainer.train, kind, *words)
+    after = values(trainer.model)
+    assert all(torch.equal(before[s][n], after[s][n]) for s in before for n in before[s])
+    assert trainer.ledger is None or trainer.ledger.shared_steps == 0
