@@ -153,7 +153,8 @@ class RaptorConfig(TrainingArguments):
     )
     residual_gamma: float = field(default=1.0, metadata=_help("Exponent of the residual weight."))
     grad_sample_mode: str = field(
-        default="functorch", metadata=_help("Per-sample gradient engine: 'functorch' or 'reference' (slow).")
+        default="functorch",
+        metadata=_help("Per-sample gradient engine: 'functorch', 'hooks' (less memory) or 'reference' (slow)."),
     )
     lora_rank: int = field(default=16, metadata=_help("LoRA rank r of both streams."))
     lora_alpha: float = field(default=16.0, metadata=_help("LoRA alpha; the update is scaled by alpha / r."))
@@ -211,7 +212,7 @@ class RaptorConfig(TrainingArguments):
         one_of("ownership", self.ownership, ("gate", "vote"))
         one_of("expert_denominator", self.expert_denominator, ("owners", "batch"))
         one_of("clipping", self.clipping, ("per_stream",))
-        one_of("grad_sample_mode", self.grad_sample_mode, ("functorch", "reference"))
+        one_of("grad_sample_mode", self.grad_sample_mode, ("functorch", "hooks", "reference"))
         if self.alternating is not True:
             raise PrivacyConfigError(
                 f"`alternating={self.alternating}` was set",

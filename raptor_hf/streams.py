@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from raptor_hf.grad_sample import LossFn, per_sample_gradients
+from raptor_hf.grad_sample import LossFn, engine_gradients
 from raptor_hf.privacy.mechanism import ClippedSum, release
 from raptor_hf.privacy.noise import EntropySource, NoiseSource
 
@@ -66,7 +66,7 @@ def sum_gradients(
     shapes = {name: p.shape for name, p in stream.parameters.items()}
     total = ClippedSum(shapes, stream.max_norm, num_owners=stream.num_owners, device=device)
     for batch, owner in micro_batches:
-        grads = per_sample_gradients(model, batch, stream.parameters, mode=mode, loss_fn=loss_fn, owner=owner)
+        grads = engine_gradients(model, batch, stream.parameters, mode=mode, loss_fn=loss_fn, owner=owner)
         total.add(grads, owner)
     return total
 

@@ -22,7 +22,7 @@ MAX_LINES = 420
 FLOORS = (
     {"errors"},
     {"validate"},
-    {"privacy", "moe", "models", "data"},
+    {"privacy", "moe", "models", "data", "assets"},
     {"grad_sample"},
     {"checks", "methods", "analysis", "hub"},
     {"streams", "config", "state", "callbacks", "optim", "plan"},

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import nn
 
 from raptor_hf.grad_sample.functorch import functorch_gradients
+from raptor_hf.grad_sample.hooks import hooks_gradients
 from raptor_hf.grad_sample.losses import LossFn, model_loss, residual_weighted
+from raptor_hf.grad_sample.outer import OuterProducts
 from raptor_hf.grad_sample.reference import reference_gradients
 from raptor_hf.validate import one_of
 
-__all__ = ["ENGINES", "LossFn", "model_loss", "per_sample_gradients", "residual_weighted"]
+__all__ = ["ENGINES", "LossFn", "engine_gradients", "model_loss", "per_sample_gradients", "residual_weighted"]
 
-ENGINES: dict[str, Callable[..., dict[str, torch.Tensor]]] = {
+ENGINES: dict[str, Callable[..., dict[str, Any]]] = {
     "functorch": functorch_gradients,
+    "hooks": hooks_gradients,
     "reference": reference_gradients,
 }
 
@@ -36,7 +40,7 @@ def per_sample_gradients(
         model: a model that went through `attach_adapters`; its train/eval mode is used as it is.
         batch: tensors with a leading records dimension b, padded on the right.
         parameters: one stream of `stream_parameters(model)`.
-        mode: engine, `"functorch"` or `"reference"`.
+        mode: engine, `"functorch"`, `"hooks"` or `"reference"`.
         loss_fn: (forward, batch of one record) -> scalar; default: the model's own loss.
         owner: (b,) int64, for the expert stream: only the owner's adapters are differentiated (Eq. 8); all other
             experts' adapters are constants.
@@ -50,18 +54,35 @@ def per_sample_gradients(
         Row i is a function of record i, the parameters and (with dropout) randomness of its own, and of nothing
         else in the batch.
     """
-    one_of("mode", mode, tuple(ENGINES))
-    size = next(iter(batch.values())).shape[0]
-    if size == 0:
-        return {n: p.new_zeros(0, *(p.shape if owner is None or dense else p.shape[1:])) for n, p in parameters.items()}
-    grads = ENGINES[mode](model, batch, parameters, loss_fn or model_loss, owner)
-    for name, value in grads.items():
-        if value.shape[0] != size:
-            raise RuntimeError(f"`{name}` has {value.shape[0]} gradient rows for {size} records; this is a bug.")
+    grads = {
+        name: value.dense() if isinstance(value, OuterProducts) else value
+        for name, value in engine_gradients(model, batch, parameters, mode=mode, loss_fn=loss_fn, owner=owner).items()
+    }
     if owner is None or not dense:
         return grads
     full = {}
     for name, value in grads.items():
-        full[name] = value.new_zeros(size, *parameters[name].shape)
-        full[name][torch.arange(size, device=owner.device), owner] = value
+        full[name] = value.new_zeros(value.shape[0], *parameters[name].shape)
+        full[name][torch.arange(value.shape[0], device=owner.device), owner] = value
     return full
+
+
+def engine_gradients(
+    model: nn.Module,
+    batch: Mapping[str, torch.Tensor],
+    parameters: Mapping[str, torch.Tensor],
+    *,
+    mode: str = "functorch",
+    loss_fn: LossFn | None = None,
+    owner: torch.Tensor | None = None,
+) -> dict[str, Any]:
+    """What `ClippedSum.add` takes: as `per_sample_gradients` (compact), but perhaps not formed (`OuterProducts`)."""
+    one_of("mode", mode, tuple(ENGINES))
+    size = next(iter(batch.values())).shape[0]
+    if size == 0:
+        return {n: p.new_zeros(0, *(p.shape if owner is None else p.shape[1:])) for n, p in parameters.items()}
+    grads = ENGINES[mode](model, batch, parameters, loss_fn or model_loss, owner)
+    for name, value in grads.items():
+        if value.shape[0] != size:
+            raise RuntimeError(f"`{name}` has {value.shape[0]} gradient rows for {size} records; this is a bug.")
+    return grads

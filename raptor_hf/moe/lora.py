@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -67,6 +67,8 @@ class LoraLinear(nn.Module):
         self.base_layer = base_layer
         self.scaling = scaling
         self.adapters_enabled = True
+        # set by the hooks engine: (x, A, B, scaling) -> scaling * B A x, noting what each record contributes
+        self.taped: Callable[..., torch.Tensor] | None = None
         device = base_layer.weight.device
         self.lora_A = nn.Parameter(torch.empty(rank, base_layer.in_features, device=device))
         self.lora_B = nn.Parameter(torch.zeros(base_layer.out_features, rank, device=device))
@@ -81,6 +83,8 @@ class LoraLinear(nn.Module):
         out = self.base_layer(x)
         if not self.adapters_enabled:
             return out
+        if self.taped is not None:
+            return out + self.taped(x, self.lora_A, self.lora_B, self.scaling).to(out.dtype)
         update = F.linear(F.linear(x.to(self.lora_A.dtype), self.lora_A), self.lora_B)
         return out + (self.scaling * update).to(out.dtype)
 

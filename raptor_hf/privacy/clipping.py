@@ -3,17 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Protocol
 
 import torch
 
 from raptor_hf.validate import positive
 
-__all__ = ["clip_and_sum", "clip_and_sum_by_owner", "clip_factors"]
+__all__ = ["RecordGradients", "clip_and_sum", "clip_and_sum_by_owner", "clip_factors"]
 
 # Room for the rounding of the factor, its product with the gradient and the sum (each about 6e-8 in float32).
 _SLACK = 1e-6
 # Elements scaled at a time, which bounds the memory of the scaled copy.
 _CHUNK = 2**24
+
+
+class RecordGradients(Protocol):
+    """Per-sample gradients of one tensor that are not held as such, e.g. as sums of outer products.
+
+    Attributes: shape: (b, *shape), as the tensor of all of them would have.
+    """
+
+    @property
+    def shape(self) -> torch.Size: ...
+
+    def norms(self) -> torch.Tensor:
+        """(b,) float64: an upper bound of the L2 norm of what `weighted_sum` adds for a record of factor 1."""
+        ...
+
+    def weighted_sum(self, factors: torch.Tensor) -> torch.Tensor:
+        """Sum (*shape) of the records' gradients times `factors` (b,), float32 or wider; a factor of zero silences."""
+        ...
 
 
 def _rows(value: torch.Tensor) -> torch.Tensor:
@@ -22,7 +41,15 @@ def _rows(value: torch.Tensor) -> torch.Tensor:
     return value.flatten(1) if value.dim() > 1 else value.unsqueeze(1)
 
 
-def clip_factors(grads: Mapping[str, torch.Tensor], max_norm: float) -> tuple[torch.Tensor, torch.Tensor]:
+def _norms(value: torch.Tensor | RecordGradients) -> torch.Tensor:
+    if isinstance(value, torch.Tensor):
+        return torch.linalg.vector_norm(_rows(value), dim=1, dtype=torch.float64)
+    return value.norms()
+
+
+def clip_factors(
+    grads: Mapping[str, torch.Tensor] | Mapping[str, RecordGradients], max_norm: float
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Factor min(1, C / ||g_i||) and norm ||g_i||_2 of every record, over all tensors together.
 
     Args:
@@ -39,7 +66,7 @@ def clip_factors(grads: Mapping[str, torch.Tensor], max_norm: float) -> tuple[to
             f"Gradients of {sorted(sizes)} records were given together. One norm runs over all tensors of a record. "
             "Pass one row for every record in every tensor."
         )
-    squares = [torch.linalg.vector_norm(_rows(value), dim=1, dtype=torch.float64).square() for value in grads.values()]
+    squares = [_norms(value).square() for value in grads.values()]
     norms = torch.stack(squares).sum(0).sqrt()
     shrink = (max_norm * (1 - _SLACK)) / norms.clamp_min(torch.finfo(torch.float64).tiny)
     factors = torch.where(norms <= max_norm, torch.ones_like(norms), shrink)
@@ -69,11 +96,13 @@ def _weighted_sums(
     return sums.view(num_owners, *value.shape[1:])
 
 
-def clip_and_sum(grads: Mapping[str, torch.Tensor], max_norm: float) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+def clip_and_sum(
+    grads: Mapping[str, torch.Tensor] | Mapping[str, RecordGradients], max_norm: float
+) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
     """sum_i clip(g_i, C) with clip(g, C) = g min(1, C / ||g||_2), one norm over all tensors of a record (Eq. 7).
 
     Args:
-        grads: name -> per-sample gradients (b, *shape), any float dtype. max_norm: C.
+        grads: name -> per-sample gradients (b, *shape), any float dtype, or `RecordGradients`. max_norm: C.
 
     Returns:
         name -> sum (*shape), float32 or wider, and the norms (b,) float64 (private).
@@ -83,7 +112,11 @@ def clip_and_sum(grads: Mapping[str, torch.Tensor], max_norm: float) -> tuple[di
         contributes exactly zero, and so does one whose norm exceeds 8e37 C.
     """
     factors, norms = clip_factors(grads, max_norm)
-    return {name: _weighted_sums(g, factors)[0] for name, g in grads.items()}, norms
+    sums = {
+        name: _weighted_sums(g, factors)[0] if isinstance(g, torch.Tensor) else g.weighted_sum(factors)
+        for name, g in grads.items()
+    }
+    return sums, norms
 
 
 def clip_and_sum_by_owner(

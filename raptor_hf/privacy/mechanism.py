@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from raptor_hf.privacy.clipping import clip_and_sum, clip_and_sum_by_owner
+from raptor_hf.privacy.clipping import RecordGradients, clip_and_sum, clip_and_sum_by_owner
 from raptor_hf.privacy.noise import NoiseSource
 from raptor_hf.validate import finite, positive
 
@@ -39,7 +39,11 @@ class ClippedSum:
         self.num_owners = num_owners
         self.sums = {name: torch.zeros(shape, dtype=torch.float32, device=device) for name, shape in shapes.items()}
 
-    def add(self, grads: Mapping[str, torch.Tensor], owner: torch.Tensor | None = None) -> None:
+    def add(
+        self,
+        grads: Mapping[str, torch.Tensor] | Mapping[str, RecordGradients],
+        owner: torch.Tensor | None = None,
+    ) -> None:
         """Clip and add a micro-batch: per-sample gradients (b, *shape), with `owner` (b,) in an expert stream."""
         if (owner is None) != (self.num_owners is None):
             raise ValueError(

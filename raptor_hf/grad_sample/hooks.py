@@ -1,0 +1,232 @@
+"""The `hooks` engine: one batched forward and backward pass that notes what each record contributes (book-keeping).
+
+In the shared stream every LoRA layer and the head note, in the backward pass, the inputs and output gradients of
+which their per-sample gradients are the outer products; the norms and the clipped sum come from those, and the
+gradients themselves are never all held. In the expert stream the kernel gives the owner's gradients directly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers.utils import ModelOutput
+
+from raptor_hf.errors import UnsupportedModelError
+from raptor_hf.grad_sample.losses import LossFn
+from raptor_hf.grad_sample.outer import OuterProducts
+from raptor_hf.grad_sample.owners import protected_block, refuse_experts
+from raptor_hf.moe.block import kernel_mode
+from raptor_hf.moe.experts import OwnerAdapters
+from raptor_hf.moe.lora import LoraLinear
+
+__all__ = ["hooks_gradients"]
+
+_LABELS = "labels"
+
+
+class _Tape:
+    """What the modules noted: parameter name -> parts of `OuterProducts`."""
+
+    def __init__(self, records: int):
+        self.records = records
+        self.parts: dict[str, list[tuple[torch.Tensor, torch.Tensor | None]]] = {}
+
+    def note(self, name: str, left: torch.Tensor, right: torch.Tensor | None) -> None:
+        """left (b, ..., p) and right (b, ..., q) of one call of a module."""
+        if left.shape[0] != self.records:
+            raise UnsupportedModelError(
+                f"The module of `{name}` was called with {left.shape[0]} rows for {self.records} records",
+                "Which record a row belongs to cannot be told, and clipping rows would not bound a record",
+                'Leave it out of `shared_target_modules`, or use `grad_sample_mode="functorch"`',
+            )
+        rows = (self.records, -1)
+        right = None if right is None else right.detach().reshape(*rows, right.shape[-1])
+        self.parts.setdefault(name, []).append((left.detach().reshape(*rows, left.shape[-1]), right))
+
+
+class _TapedLora(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, a, b, scaling, tape, name_a, name_b):
+        ctx.tape, ctx.names, ctx.scaling = tape, (name_a, name_b), scaling
+        wide = x.to(a.dtype)
+        u = F.linear(wide, a)
+        ctx.save_for_backward(wide, u, a, b)
+        ctx.input_dtype = x.dtype
+        return scaling * F.linear(u, b)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, u, a, b = ctx.saved_tensors
+        grad = ctx.scaling * grad.to(b.dtype)
+        v = grad @ b
+        ctx.tape.note(ctx.names[0], v, x)
+        ctx.tape.note(ctx.names[1], grad, u)
+        grad_x = (v @ a).to(ctx.input_dtype) if ctx.needs_input_grad[0] else None
+        return grad_x, None, None, None, None, None, None
+
+
+class _TapedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, bias, tape, name_weight, name_bias):
+        ctx.tape, ctx.names, ctx.input_dtype = tape, (name_weight, name_bias), x.dtype
+        wide = x.to(weight.dtype)
+        ctx.save_for_backward(wide, weight)
+        return F.linear(wide, weight, bias)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        grad = grad.to(weight.dtype)
+        ctx.tape.note(ctx.names[0], grad, x)
+        if ctx.names[1] is not None:
+            ctx.tape.note(ctx.names[1], grad, None)
+        return (grad @ weight).to(ctx.input_dtype), None, None, None, None, None
+
+
+@contextmanager
+def _taped(model: nn.Module, parameters: Mapping[str, torch.Tensor], tape: _Tape) -> Iterator[None]:
+    """Let the modules that hold `parameters` note their parts on `tape`."""
+    left, undo = set(parameters), []
+    for path, module in model.named_modules():
+        if isinstance(module, LoraLinear) and {f"{path}.lora_A", f"{path}.lora_B"} <= left:
+            names = (f"{path}.lora_A", f"{path}.lora_B")
+
+            def run(x, a, b, scaling, names=names):
+                return _TapedLora.apply(x, a, b, scaling, tape, *names)
+
+            module.taped = run
+            undo.append(partial(setattr, module, "taped", None))
+            left -= set(names)
+        elif isinstance(module, nn.Linear) and f"{path}.weight" in left:
+            bias = None if module.bias is None else f"{path}.bias"
+
+            def replace(layer, args, _output, path=path, bias=bias):
+                return _TapedLinear.apply(args[0], layer.weight, layer.bias, tape, f"{path}.weight", bias)
+
+            undo.append(module.register_forward_hook(replace).remove)
+            left -= {f"{path}.weight", bias}
+    try:
+        if left:
+            raise UnsupportedModelError(
+                f"The trainable parameter `{min(left)}` is neither LoRA of a linear layer nor a linear head",
+                "This engine has no rule for its per-sample gradient",
+                'Freeze it, or use `grad_sample_mode="functorch"`',
+            )
+        yield
+    finally:
+        for step in undo:
+            step()
+
+
+@contextmanager
+def _frozen(model: nn.Module) -> Iterator[None]:
+    """No parameter requires grad, so that the backward pass stops where something else does."""
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    for parameter in trainable:
+        parameter.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for parameter in trainable:
+            parameter.requires_grad_(True)
+
+
+def _losses(model: nn.Module, batch: Mapping[str, torch.Tensor], loss_fn: LossFn) -> torch.Tensor:
+    """Every record's loss (b,), from one batched forward pass.
+
+    The loss is the model's own `loss_function` on one record's logits at a time. That this is what the model computes
+    from `labels` is checked once for every model, on a record alone.
+    """
+    inputs = {key: value for key, value in batch.items() if key != _LABELS}
+    logits = model(**inputs).logits
+
+    def one(record_logits: torch.Tensor, record: dict[str, torch.Tensor]) -> torch.Tensor:
+        def forward(**single: Any) -> ModelOutput:
+            # fp32 as in the models' own losses: the logits may come from autocast
+            row = record_logits.unsqueeze(0)
+            row = row if row.dtype == torch.float64 else row.float()
+            labels = single.get(_LABELS)
+            loss = None
+            if labels is not None:
+                loss = model.loss_function(
+                    labels=labels,
+                    logits=row,
+                    pooled_logits=row,
+                    config=model.config,
+                    vocab_size=getattr(model.config, "vocab_size", None),
+                )
+            return ModelOutput(loss=loss, logits=row)
+
+        return loss_fn(forward, {key: value.unsqueeze(0) for key, value in record.items()})
+
+    losses = torch.func.vmap(one, randomness="different")(logits, dict(batch))
+    if not getattr(model, "_raptor_loss_checked", False):
+        _check_loss(model, batch, one, logits)
+        model._raptor_loss_checked = True  # type: ignore[assignment]
+    return losses
+
+
+@torch.no_grad()
+def _check_loss(model: nn.Module, batch: Mapping[str, torch.Tensor], one: Any, logits: torch.Tensor) -> None:
+    from raptor_hf.grad_sample.losses import model_loss
+
+    record = {key: value[:1] for key, value in batch.items()}
+    training = model.training
+    model.eval()
+    try:
+        alone = model(**record)
+        wanted = model_loss(lambda **_: alone, record)
+        row = alone.logits if alone.logits.dtype == torch.float64 else alone.logits.float()
+        found = model.loss_function(
+            labels=record[_LABELS],
+            logits=row,
+            pooled_logits=row,
+            config=model.config,
+            vocab_size=getattr(model.config, "vocab_size", None),
+        )
+    finally:
+        model.train(training)
+    if not torch.allclose(found.double(), wanted.double(), rtol=1e-3, atol=1e-5, equal_nan=True):
+        raise UnsupportedModelError(
+            f"`{type(model).__name__}` computes another loss from `labels` than its `loss_function` does from logits",
+            "This engine takes each record's loss from the logits, and would differentiate something else",
+            'Use `grad_sample_mode="functorch"`',
+        )
+
+
+def hooks_gradients(
+    model: nn.Module,
+    batch: Mapping[str, torch.Tensor],
+    parameters: Mapping[str, torch.Tensor],
+    loss_fn: LossFn,
+    owner: torch.Tensor | None,
+) -> dict[str, Any]:
+    """See `per_sample_gradients`. Shared stream: `OuterProducts`; expert stream: tensors (b, *shape[1:])."""
+    records = next(iter(batch.values())).shape[0]
+    if owner is None:
+        refuse_experts(model, parameters)
+        tape = _Tape(records)
+        with torch.enable_grad(), _taped(model, parameters, tape), kernel_mode(model):
+            total = _losses(model, batch, loss_fn).sum()
+            # runs the backward of every taped module; they note their parts and return no gradient
+            torch.autograd.grad(total, list(parameters.values()), allow_unused=True)
+        return {
+            name: OuterProducts(records, p.shape, tape.parts.get(name, []), device=p.device, dtype=p.dtype)
+            for name, p in parameters.items()
+        }
+    path, names = protected_block(model, parameters)
+    owned = [parameters[name].detach().index_select(0, owner).requires_grad_() for name in names]
+    a1, b1, a2, b2 = owned
+    owners = {path: OwnerAdapters(owner, (a1, b1), (a2, b2))}
+    with torch.enable_grad(), _frozen(model), kernel_mode(model, owners):
+        total = _losses(model, batch, loss_fn).sum()
+        grads = torch.autograd.grad(total, owned, allow_unused=True)
+    return {
+        name: torch.zeros_like(value) if g is None else g for name, value, g in zip(names, owned, grads, strict=True)
+    }
