@@ -92,7 +92,7 @@ def _certified_scale(base: list[Mechanism], target: float, delta: float, account
 
     exact = all(m.sample_rate == 1.0 for m in base)
     error = 0.0 if exact or accountant == "pld" else prv_eps_error(group_mechanisms(base), delta, target)
-    aim = (1 - _SLACK / 4) * target - error
+    aim = (1 - _SLACK / 2) * target - error
     log_factor, best = 0.0, None
     lowest = math.log(MIN_NOISE / min(m.noise_multiplier for m in base))
     for _ in range(6):
@@ -110,7 +110,7 @@ def _certified_scale(base: list[Mechanism], target: float, delta: float, account
             best = (math.exp(log_factor), upper)
             if upper >= (1 - _SLACK) * target:
                 break
-        aim += (1 - _SLACK / 4) * target - upper
+        aim += (1 - _SLACK / 2) * target - upper
     if best is None:
         raise PrivacyConfigError(
             f"`target_epsilon={target:g}` was given",
