@@ -293,7 +293,7 @@ class PrivacyStatement:
 
     def to_json(self) -> str:
         """A JSON object, the verdict first; floats keep all their digits."""
-        return json.dumps(dataclasses.asdict(self), indent=2, allow_nan=False) + "\n"
+        return json.dumps(dataclasses.asdict(self), indent=2, allow_nan=False)
 
     @classmethod
     def from_json(cls, text: str) -> PrivacyStatement:
