@@ -102,7 +102,7 @@ def make_statement(
             sample_rate=plan.sample_rate,
             max_grad_norm=stream.max_norm,
             denominator=stream.denominator,
-            steps_planned=plan.cycles,
+            steps_planned=max(plan.cycles, spent[name]),  # more after a second call of `train`
             steps_taken=spent[name],
         )
         for name, stream in make_streams(args, model, plan).items()

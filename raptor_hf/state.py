@@ -112,6 +112,27 @@ class PrivacyLedger:
             )
         setattr(self, name, getattr(self, name) + 1)
 
+    def go_on(self, planned: PrivacyPlan) -> None:
+        """Go on with what `planned` says, from the steps counted so far.
+
+        The noise multipliers stay in force (what was spent was spent with them); `cycles` may change. Any other
+        difference is an error that names it.
+        """
+        noise = {
+            name: getattr(self.plan, name)
+            for name in ("shared_noise_multiplier", "expert_noise_multiplier")
+            if planned.target_epsilon is not None
+        }
+        expected = replace(planned, cycles=self.plan.cycles, **noise)
+        for name, value in asdict(self.plan).items():
+            if value != getattr(expected, name):
+                raise PrivacyConfigError(
+                    f"`{name}` is {getattr(planned, name)!r}, and was {value!r} in the training so far (checkpoint)",
+                    "The accounting composes the steps of one plan",
+                    f"Go on with the same `{name}`, or start a new run",
+                )
+        self.plan = replace(expected, cycles=planned.cycles)
+
     def save(self, directory: str | os.PathLike) -> None:
         """Write the state, atomically."""
         path = Path(directory) / STATE_FILE
@@ -122,11 +143,7 @@ class PrivacyLedger:
 
     @classmethod
     def load(cls, directory: str | os.PathLike, planned: PrivacyPlan) -> PrivacyLedger:
-        """Read the state of a checkpoint to go on from.
-
-        The noise multipliers of the checkpoint stay in force (what was spent was spent with them); `cycles` may
-        change. Any other difference from `planned` is an error that names it.
-        """
+        """Read the state of a checkpoint to go on from; see `go_on`."""
         path = Path(directory) / STATE_FILE
         if not path.is_file():
             raise PrivacyConfigError(
@@ -136,18 +153,6 @@ class PrivacyLedger:
             )
         data = json.loads(path.read_text(encoding="utf-8"))
         saved = PrivacyPlan(**data["plan"])
-        noise = {
-            name: getattr(saved, name)
-            for name in ("shared_noise_multiplier", "expert_noise_multiplier")
-            if planned.target_epsilon is not None
-        }
-        expected = replace(planned, cycles=saved.cycles, **noise)
-        for name, value in asdict(saved).items():
-            if value != getattr(expected, name):
-                raise PrivacyConfigError(
-                    f"`{name}` is {getattr(planned, name)!r}, and was {value!r} in the checkpoint",
-                    "The accounting composes the steps of one plan",
-                    f"Resume with the same `{name}`, or start a new run",
-                )
-        plan = replace(expected, cycles=planned.cycles)
-        return cls(plan, int(data["shared_steps"]), int(data["expert_steps"]))
+        ledger = cls(saved, int(data["shared_steps"]), int(data["expert_steps"]))
+        ledger.go_on(planned)
+        return ledger

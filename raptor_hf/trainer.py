@@ -223,7 +223,9 @@ class RaptorTrainer(Trainer):
         if resume_from is not None:
             self.ledger = self.model.raptor_ledger = PrivacyLedger.load(resume_from, plan)
         else:
-            self.ledger = self.ledger or PrivacyLedger(plan)
+            if self.ledger is None or not (self.ledger.shared_steps or self.ledger.expert_steps):
+                self.ledger = PrivacyLedger(plan)
+            self.ledger.go_on(plan)
             check_untrained(self.model, self.ledger)
         self._budget_callback.ledger = self.ledger
         if self.ledger.cycles_left(cycles) == 0:

@@ -10,6 +10,7 @@ activation), F the activation's outputs, E experts, r LoRA rank. An index of E m
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -98,6 +99,17 @@ def _groups(index: torch.Tensor, num_experts: int) -> Iterator[tuple[int, torch.
         start += count
 
 
+def _no_autocast(function: Callable) -> Callable:
+    """Run the kernel in its inputs' own types: its buffers have them, and its backward pass has no autocast rules."""
+
+    @functools.wraps(function)
+    def plain(x, *args):
+        with torch.autocast(x.device.type, enabled=False):
+            return function(x, *args)
+
+    return plain
+
+
 def _activation_gradient(activation: Callable, pre: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
     with torch.enable_grad():
         leaf = pre.detach().requires_grad_()
@@ -119,6 +131,7 @@ def _unfold(value: torch.Tensor | None, size: int) -> torch.Tensor | None:
 
 class _Forward(torch.autograd.Function):
     @staticmethod
+    @_no_autocast
     def forward(x, index, gate, owner, a1, b1, a2, b2, stack: ExpertStack):
         records, tokens, top_k = index.shape
         flat = x.reshape(-1, x.shape[-1])
@@ -161,6 +174,7 @@ class _Backward(torch.autograd.Function):
     """Gradients to x, the gates and the owner's adapters. Those not wanted come back empty (records, 0)."""
 
     @staticmethod
+    @_no_autocast
     def forward(grad_y, x, index, gate, owner, a1, b1, a2, b2, pre, out, wants, stack: ExpertStack):
         want_x, want_gate, want_owner = wants
         records, tokens, top_k = index.shape
@@ -244,4 +258,5 @@ def routed_experts(
         (R, T, H), zero for a token without an expert.
     """
     owned = (None,) * 5 if owner is None else (owner.owner, *owner.first, *owner.second)
-    return _Forward.apply(x, index, gate, *owned, stack)[0]
+    dtype = stack.first[0].dtype
+    return _Forward.apply(x.to(dtype), index, gate.to(dtype), *owned, stack)[0].to(x.dtype)

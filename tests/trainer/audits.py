@@ -173,9 +173,11 @@ def t3(repeats: int = 30) -> None:
     who = owners(all_records)
     canary = all_records[1]
     others = [record for record, owner in zip(all_records, who, strict=True) if owner != who[1]][:2]
+    never_drawn = all_records[2:] * 2  # they make the rate small, so that the accountant has an epsilon for the run
     trainer = make_trainer(
-        [canary, *others], shared_noise_multiplier=sigma, expert_noise_multiplier=sigma, shared_max_grad_norm=norms[0],
-        expert_max_grad_norm=norms[1], learning_rate=1e-3, expert_learning_rate=1e-3, expected_batch_size=batch,
+        [canary, *others, *never_drawn], shared_noise_multiplier=sigma, expert_noise_multiplier=sigma,
+        shared_max_grad_norm=norms[0], expert_max_grad_norm=norms[1], learning_rate=1e-3,
+        expert_learning_rate=1e-3, expected_batch_size=batch,
     )  # fmt: skip
     perturb_adapters(trainer.model)
     names = {stream: list(tensors) for stream, tensors in values(trainer.model).items()}

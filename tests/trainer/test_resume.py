@@ -216,7 +216,9 @@ def test_training_again_without_a_target_adds_up():
     trainer.train()
     trainer.train()
     assert trainer.ledger.shared_steps == trainer.ledger.expert_steps == 4
-    assert trainer.privacy_statement().shared.steps_taken == 4
+    statement = trainer.privacy_statement()
+    assert statement.shared.steps_taken == 4
+    assert statement.epsilon_planned >= statement.epsilon_spent > 0
 
 
 def test_a_second_trainer_does_not_forget_what_the_first_spent():
@@ -232,3 +234,24 @@ def test_a_second_trainer_that_has_nothing_to_forget_may_train():
     make_trainer(model=model)
     assert len(run(make_trainer(model=model))) == 2
     assert collate(tiny_records(2))["labels"].shape == (2,)
+
+
+@pytest.mark.parametrize("change", [dict(expected_batch_size=16), dict(shared_noise_multiplier=0.5)])
+def test_changing_the_accounting_between_two_calls_of_train_is_refused(change):
+    """The draws would follow the new rate, and the accounting the old one."""
+    trainer = make_trainer()
+    trainer.train()
+    for name, value in change.items():
+        setattr(trainer.args, name, value)
+    with pytest.raises(PrivacyConfigError, match="training so far"):
+        trainer.train()
+    assert trainer.ledger.shared_steps == 2
+
+
+def test_a_statement_asked_for_early_binds_nothing():
+    trainer = make_trainer(max_steps=2, **BUDGET)
+    few = trainer.privacy_statement().shared.noise_multiplier
+    trainer.args.max_steps = 6
+    trainer.train()
+    assert trainer.privacy_statement().shared.noise_multiplier > few
+    assert trainer.state.global_step == 6 and trainer.ledger.epsilon() <= 6.0

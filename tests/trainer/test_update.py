@@ -177,3 +177,15 @@ def test_equal_records_get_masks_of_their_own():
     model = noiseless(model=tiny_model(dropout_rate=0.5)).model.train()
     rows = per_sample_gradients(model, collate([RECORDS[0]] * 2), stream_parameters(model)["shared"])["score.weight"]
     assert not torch.allclose(rows[0], rows[1], rtol=1e-2)
+
+
+@pytest.mark.parametrize("engine", ["functorch", "reference"])
+def test_bfloat16_is_the_same_up_to_rounding_and_keeps_the_bound(engine):
+    exact = run(noiseless(draws=DRAWS[:1]))[0]
+    rounded = run(noiseless(draws=DRAWS[:1], bf16=True, grad_sample_mode=engine))[0]
+    for stream in exact:
+        gap = norm({n: exact[stream][n] - rounded[stream][n] for n in exact[stream]})
+        assert 0 < gap < 0.3 * norm(exact[stream])
+    one = run(noiseless(draws=[([3], [1])], bf16=True, shared_max_grad_norm=0.01, grad_sample_mode=engine))[0]
+    assert norm(one["shared"]) == pytest.approx(RATES[0] * 0.01 / BATCH, rel=2e-3)
+    assert norm(one["expert"]) == pytest.approx(RATES[1] * NORMS[1] * EXPERTS / BATCH, rel=2e-3)
