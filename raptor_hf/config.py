@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+import os
 import warnings
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 from transformers import TrainingArguments
 
+from raptor_hf.arguments import CHECKPOINTING, NO_EFFECT, REFUSED_ARGUMENTS
 from raptor_hf.errors import PrivacyConfigError
 from raptor_hf.methods import get_method
 from raptor_hf.validate import integer, one_of, positive, probability
@@ -20,74 +21,8 @@ def _help(text: str) -> dict[str, str]:
     return {"help": text}
 
 
-def _off(value: Any) -> bool:
-    return value is None or value is False or value == 0 or value in ("", "no", "none") or value == []
-
-
-# Inherited arguments that cannot work: name -> (accepted values, why, what to do instead).
-REFUSED_ARGUMENTS: dict[str, tuple[Callable[[Any], bool], str, str]] = {
-    "max_grad_norm": (
-        _off,
-        "It would clip the noisy mean gradient a second time, after the noise, and bound nothing about a record",
-        "Set the per-sample norms `shared_max_grad_norm` and `expert_max_grad_norm`",
-    ),
-    "label_smoothing_factor": (
-        _off,
-        "The residual weight is one minus the probability of a record's label, which a smoothed loss does not give",
-        "Leave it at 0",
-    ),
-    "fp16": (
-        _off,
-        "Loss scaling changes with overflows in the private gradients, and half-precision gradients overflow before "
-        "they are clipped",
-        "Use float32 or `bf16=True`",
-    ),
-    "torch_compile": (_off, "Compiled modules do not go through `torch.func`", "Leave it off"),
-    "use_liger_kernel": (_off, "Its fused kernels have no per-sample gradient", "Leave it off"),
-    "neftune_noise_alpha": (
-        _off,
-        "Its hook scales noise by the padded length, which depends on the other records of a micro-batch",
-        "Leave it unset",
-    ),
-    "auto_find_batch_size": (
-        _off,
-        "It restarts training from scratch after an out-of-memory error, and every restart spends the budget again",
-        "Lower `per_device_train_batch_size`: it is the micro-batch, and changes memory only",
-    ),
-    "dataloader_drop_last": (
-        _off,
-        "A Poisson draw has no incomplete last batch; dropping records from it voids the accounting",
-        "Leave it off",
-    ),
-    "train_sampling_strategy": (
-        lambda value: value == "random",
-        "The accounting is that of Poisson sampling: every record enters a draw by a coin of its own",
-        'Leave it at "random"; micro-batches are sorted by length already',
-    ),
-    "activation_checkpointing": (
-        _off,
-        'torch.func does not support saved-tensor hooks, so the "functorch" engine cannot recompute activations',
-        "Lower `per_device_train_batch_size` to save memory",
-    ),
-    "gradient_checkpointing": (
-        _off,
-        'torch.func does not support saved-tensor hooks, so the "functorch" engine cannot recompute activations',
-        "Lower `per_device_train_batch_size` to save memory",
-    ),
-    "include_num_input_tokens_seen": (
-        _off,
-        "The number of tokens of the records drawn depends on private data and would be logged",
-        'Leave it at "no"',
-    ),
-    "skip_memory_metrics": (
-        lambda value: value is True,
-        "Peak memory follows the realised batch sizes, which are private",
-        "Leave it at True",
-    ),
-    "deepspeed": (_off, "Sharded gradients have no per-sample clipping here", "Use one process or plain DDP"),
-    "fsdp": (_off, "Sharded parameters have no per-sample clipping here", "Use one process or plain DDP"),
-    "debug": (_off, "It prints activations of private records", "Debug on public data with the plain Trainer"),
-}  # fmt: skip
+# `gradient_accumulation_steps` has a warning of its own; the others are set by launchers and by this class.
+_WARNED = set(NO_EFFECT) - {"gradient_accumulation_steps", "local_rank", "ignore_data_skip"}
 
 
 @dataclass
@@ -202,8 +137,30 @@ class RaptorConfig(TrainingArguments):
     def _refuse_inherited(self) -> None:
         for name, (accepts, why, instead) in REFUSED_ARGUMENTS.items():
             value = getattr(self, name, None)
-            if not accepts(value):
+            if not accepts(value) and not (name in CHECKPOINTING and self.grad_sample_mode != "functorch"):
                 raise PrivacyConfigError(f"`{name}={value!r}` was set", why, instead)
+        for name in CHECKPOINTING:
+            options = getattr(self, f"{name}_kwargs", None)
+            if isinstance(options, dict) and options.get("use_reentrant"):
+                raise PrivacyConfigError(
+                    f"`{name}_kwargs={options!r}` was set",
+                    "Reentrant checkpointing runs a backward pass of its own for each layer, which the per-sample "
+                    "gradient engines do not see",
+                    'Leave `"use_reentrant"` at False',
+                )
+            if getattr(self, name, None) and hasattr(self, f"{name}_kwargs"):
+                setattr(self, f"{name}_kwargs", {**(options or {}), "use_reentrant": False})
+        watch = os.environ.get("WANDB_WATCH", "false").lower()
+        if "wandb" in (self.report_to or []) and watch not in ("", "false", "0"):
+            raise PrivacyConfigError(
+                f"The environment variable `WANDB_WATCH={watch}` is set",
+                "Weights & Biases would record gradients as they are computed, before they are clipped and noisy",
+                "Unset it",
+            )
+        for declared in dataclasses.fields(TrainingArguments):
+            value = getattr(self, declared.name, None)
+            if declared.name in _WARNED and value not in (declared.default, None):
+                warnings.warn(f"`{declared.name}={value!r}` has no effect: {NO_EFFECT[declared.name]}.", stacklevel=4)
 
     def _check_privacy(self) -> None:
         get_method(self.method)

@@ -24,7 +24,7 @@ FLOORS = (
     {"validate"},
     {"privacy", "moe", "models", "data", "assets"},
     {"grad_sample"},
-    {"checks", "methods", "analysis", "hub"},
+    {"checks", "probes", "methods", "arguments", "analysis", "hub"},
     {"streams", "config", "state", "callbacks", "optim", "plan"},
     {"trainer"},
     {"audit"},
@@ -147,7 +147,7 @@ def test_cards_and_verification_do_not_need_a_trainer(path):
 
 @pytest.mark.parametrize("path", [p for p in FILES if unit_of(p) == "config"], ids=ids)
 def test_config_touches_no_model_and_no_data(path):
-    assert used_units(path) <= {"errors", "validate", "methods"}
+    assert used_units(path) <= {"errors", "validate", "methods", "arguments"}
     assert used_libraries(path) <= {"transformers"}
 
 

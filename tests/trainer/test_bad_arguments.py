@@ -40,6 +40,7 @@ REFUSED_VALUES = {
     "neftune_noise_alpha": 5.0, "auto_find_batch_size": True, "dataloader_drop_last": True,
     "train_sampling_strategy": "group_by_length", "gradient_checkpointing": True, "activation_checkpointing": True,
     "include_num_input_tokens_seen": "all", "skip_memory_metrics": False, "debug": "underflow_overflow",
+    "fp16_full_eval": True, "bf16_full_eval": True, "enable_jit_checkpoint": True,
 }  # fmt: skip
 
 
@@ -50,7 +51,7 @@ def test_an_inherited_argument_that_cannot_work_is_refused(name):
 
 
 def test_every_refused_argument_is_tested():
-    assert set(REFUSED_ARGUMENTS) - set(REFUSED_VALUES) <= {"deepspeed", "fsdp"}  # these need several processes
+    assert set(REFUSED_ARGUMENTS) - set(REFUSED_VALUES) <= {"deepspeed", "fsdp", "parallelism_config"}  # these need several processes
 
 
 @pytest.mark.parametrize(
