@@ -3,8 +3,8 @@
     python benchmarks/step.py                      # bundled tiny model, and a 4-block Switch of width 768/3072
     python benchmarks/step.py --models tiny --repeats 9
 
-"same passes" is a batched forward and backward for the stream's own parameters: no per-sample gradients, no clipping, no
-noise. All variants run interleaved in one process; times are medians, ratios are medians of the repeats' ratios. Memory
+"same passes" is a batched forward and backward for the stream's own parameters: no per-sample gradients, no clipping,
+no noise. All variants run interleaved in one process; times are medians, ratios are medians of the repeats' ratios. Memory
 is the peak of resident memory above that before the call (Linux only).
 """
 

@@ -89,3 +89,19 @@ def imdb_sentences(
                 sentences.append(sentence)
     rng.shuffle(sentences)
     return sentences if n is None else sentences[:n]
+
+
+def labelled_imdb_sentences(n: int, *, seed: int = 0, min_words: int = 6, max_words: int = 40) -> list[dict]:
+    """IMDb sentences, one a review, with the label of the review they stand in: `{"text": str, "label": 0|1}`.
+
+    A public, noisy stand-in for a private sentiment task, to choose hyper-parameters on.
+    """
+    rng = random.Random(seed)
+    reviews = _rows("imdb")
+    rng.shuffle(reviews)
+    rows: list[dict] = []
+    for review, label in reviews:
+        fitting = [s for s in _split_sentences(review) if min_words <= len(s.split()) <= max_words]
+        if fitting and len(rows) < n:
+            rows.append({"text": rng.choice(fitting), "label": label})
+    return rows
