@@ -3,43 +3,188 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from raptor_hf.errors import PrivacyConfigError, UnsupportedModelError
-from raptor_hf.moe.layout import MoELayout, find_moe_layout
+from raptor_hf.errors import Finding, PrivacyConfigError, UnsupportedModelError
+from raptor_hf.moe.layout import MoELayout, find_moe_layout, tied_or_shared
 from raptor_hf.moe.routing import token_mask
+from raptor_hf.probes import probe
 
-__all__ = ["check_batch", "check_dataset", "check_model", "check_processing_class", "check_sizes"]
+__all__ = [
+    "CheckReport",
+    "check_batch",
+    "check_collator",
+    "check_dataset",
+    "check_model",
+    "check_processing_class",
+    "check_sizes",
+]
 
 
-def check_model(model: nn.Module) -> MoELayout:
-    """Refuse a model whose structure couples the records of a batch; return its layout.
+@dataclass(frozen=True)
+class CheckReport:
+    """What `check_model` found. Attributes: layout: None when it could not be told. findings: errors first."""
+
+    layout: MoELayout | None
+    findings: tuple[Finding, ...]
+
+    @property
+    def errors(self) -> tuple[Finding, ...]:
+        """The findings for which training is refused."""
+        return tuple(finding for finding in self.findings if finding.severity == "error")
+
+
+def check_model(
+    model: nn.Module,
+    *,
+    records: Sequence[Any] = (),
+    collate: Callable[[list], Mapping[str, Any]] | None = None,
+    mode: str = "functorch",
+    label_names: Sequence[str] = ("labels",),
+    raise_on_error: bool = True,
+) -> CheckReport:
+    """Look for everything in a model, and in a collator, that would couple records or break the guarantee.
+
+    Without records the structure alone is looked at. With records, a few real forward passes in train mode and
+    per-sample gradients by the engine `mode` show whether a record's values move with its neighbours.
+
+    Args:
+        records: dataset items, at most three are used. With a model that has no adapters yet, the passes run on a
+            copy of it. collate: records -> batch; default: `transformers.default_data_collator`.
 
     Raises:
-        UnsupportedModelError: dense, of an unknown family, or with layers that mix records.
-        PrivacyConfigError: a setting of the model that mixes records.
+        UnsupportedModelError, PrivacyConfigError: the first error found, unless `raise_on_error=False`.
+
+    Formal guarantees:
+        None: a check finds what it looks for. It cannot see what happens on other records only, such as a branch
+        taken for long batches.
     """
-    layout = find_moe_layout(model)
-    config = model.config
-    for flag in ("output_router_logits", "add_router_probs"):
-        if getattr(config, flag, False):
-            raise PrivacyConfigError(
-                f"The model's `config.{flag}` is True",
-                "The auxiliary load-balancing loss is a product of averages over the whole batch: one record's "
-                "gradient would depend on its neighbours",
-                f"Set `model.config.{flag} = False`; a frozen router needs no balancing",
-            )
+    layout, findings = _structure(model)
+    if not any(finding.severity == "error" for finding in findings) and len(records):
+        assert layout is not None
+        findings += probe(model, layout, list(records[:3]), collate, mode=mode, label_names=label_names)
+    report = CheckReport(layout, tuple(sorted(findings, key=lambda finding: finding.severity != "error")))
+    if raise_on_error and report.errors:
+        raise report.errors[0].error()
+    return report
+
+
+def _structure(model: nn.Module) -> tuple[MoELayout | None, list[Finding]]:
+    try:
+        layout = find_moe_layout(model)
+    except UnsupportedModelError as error:
+        return None, [Finding.of(error)]
+    findings = [*(_normalisation(model) or _opacus(model)), *_auxiliary_losses(model), *_tied(model, layout)]
+    attached = getattr(model, "raptor_adapters", None) is not None
+    if attached:
+        findings += _trainable_routers(model, layout)
+    findings += _chance(layout, model, attached)
+    return layout, list({finding.what: finding for finding in findings}.values())
+
+
+def _opacus(model: nn.Module) -> list[Finding]:
+    """Opacus's `ModuleValidator`: batch and instance normalisation with trainable parameters.
+
+    What it says of LSTM, GRU and attention layers is about its own gradient engine. It does not see frozen layers,
+    subclasses, routing, losses, collators, nor expert layers whose rows are tokens instead of records.
+    """
+    from opacus.validators import ModuleValidator
+
+    return [
+        Finding(
+            f"Opacus's ModuleValidator refuses the model ({type(error).__name__})",
+            str(error).strip().split(". ")[0],
+            "Replace the layer by one that normalises each record on its own, e.g. `GroupNorm` or `LayerNorm`",
+            kind=UnsupportedModelError,
+        )
+        for error in ModuleValidator.validate(model, strict=False)
+        if "Norm" in str(error)
+    ]
+
+
+def _normalisation(model: nn.Module) -> list[Finding]:
     for name, module in model.named_modules():
-        if isinstance(module, nn.modules.batchnorm._BatchNorm):
-            raise UnsupportedModelError(
-                f"The model has batch normalisation (`{name}`)",
-                "It normalises a record by statistics of the other records of the batch",
-                "Use a model with layer or RMS normalisation",
-            )
-    return layout
+        tracked = isinstance(module, nn.modules.instancenorm._InstanceNorm) and module.track_running_stats
+        if tracked or isinstance(module, nn.modules.batchnorm._BatchNorm):
+            return [
+                Finding(
+                    f"The model has batch normalisation (`{name}`)",
+                    "It normalises a record by statistics of the other records of the batch",
+                    "Use a model with layer or RMS normalisation",
+                    kind=UnsupportedModelError,
+                )
+            ]
+    return []
+
+
+def _auxiliary_losses(model: nn.Module) -> list[Finding]:
+    configs = {id(m.config): m.config for m in model.modules() if getattr(m, "config", None) is not None}
+    for config in list(configs.values()):
+        configs.update({id(part): part for part in vars(config).values() if hasattr(part, "model_type")})
+    return [
+        Finding(
+            f"The model's `config.{flag}` is True",
+            "The auxiliary load-balancing loss is a product of averages over the whole batch: one record's "
+            "gradient would depend on its neighbours",
+            f"Set `model.config.{flag} = False`; a frozen router needs no balancing",
+        )
+        for flag in ("output_router_logits", "add_router_probs")
+        if any(getattr(config, flag, False) for config in configs.values())
+    ]
+
+
+def _tied(model: nn.Module, layout: MoELayout) -> list[Finding]:
+    attached = getattr(model, "raptor_adapters", None) is not None
+    return [
+        Finding(
+            f"The trainable parameter `{names[0]}` is tied to `{names[1]}`",
+            "It belongs to two modules: a rule for one of them gives half of its per-sample gradient, and what is "
+            "clipped is not what is added up",
+            "Untie it in the model's configuration (`tie_word_embeddings=False`)",
+            kind=UnsupportedModelError,
+        )
+        for parameter, names in tied_or_shared(model).items()
+        if (parameter.requires_grad if attached else any(layout.role(name) == "head" for name in names))
+    ]
+
+
+def _trainable_routers(model: nn.Module, layout: MoELayout) -> list[Finding]:
+    return [
+        Finding(
+            f"The router parameter `{name}` is trainable",
+            "Routing must stay as the public base model has it, or the owner map no longer says which expert a "
+            "record touches",
+            "Freeze it: `parameter.requires_grad_(False)`",
+        )
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad and layout.role(name) == "router"
+    ][:1]
+
+
+def _chance(layout: MoELayout, model: nn.Module, attached: bool) -> list[Finding]:
+    """Jitter and dropout in sparse layers: `attach_adapters` switches them off, so that later they are errors."""
+    jitter, dropout = [], []
+    for layer in layout.sparse_layers:
+        for name, module in model.get_submodule(layer.name).named_modules(prefix=layer.name):
+            rates = [value for key, value in vars(module).items() if "jitter" in key and isinstance(value, float)]
+            jitter += [name] if any(rate > 0 for rate in rates) else []
+            inside = name.startswith(f"{layer.name}.{layer.experts_path}.")
+            if inside and isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
+                dropout.append(name)
+    severity = "error" if attached else "warning"
+    instead = "Set it to 0" if attached else "Nothing: `attach_adapters` and `RaptorTrainer` switch it off"
+    findings = []
+    if jitter:
+        why = "It multiplies hidden states by noise before routing: chance would decide which expert owns a record"
+        findings.append(Finding(f"The router `{jitter[0]}` has jitter noise", why, instead, severity))
+    if dropout:
+        why = "Its masks are drawn for the tokens that an expert got from the whole batch, not for each record"
+        findings.append(Finding(f"There is dropout inside the routed experts (`{dropout[0]}`)", why, instead, severity))
+    return findings
 
 
 def check_dataset(dataset: Any) -> None:

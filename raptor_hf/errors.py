@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-__all__ = ["PrivacyConfigError", "RaptorError", "ReleaseError", "UnsupportedModelError"]
+from dataclasses import dataclass
+
+__all__ = ["Finding", "PrivacyConfigError", "RaptorError", "ReleaseError", "UnsupportedModelError"]
 
 
 class RaptorError(ValueError):
@@ -29,3 +31,29 @@ class UnsupportedModelError(RaptorError):
 
 class ReleaseError(RaptorError):
     """A release that would publish what must stay private, or a claim that does not hold."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something that a check found. The three parts of a `RaptorError`, before it is raised.
+
+    Attributes:
+        what: was found. why: it matters for privacy. instead: what to do.
+        severity: "error" (training would break the guarantee, and is refused) or "warning".
+        kind: class of the error that `error()` makes.
+    """
+
+    what: str
+    why: str
+    instead: str
+    severity: str = "error"
+    kind: type[RaptorError] = PrivacyConfigError
+
+    def error(self) -> RaptorError:
+        """The finding as an exception."""
+        return self.kind(self.what, self.why, self.instead)
+
+    @classmethod
+    def of(cls, error: RaptorError) -> Finding:
+        """An exception as a finding."""
+        return cls(error.given, error.why, error.instead, kind=type(error))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 from torch import nn
 
@@ -11,10 +12,11 @@ from raptor_hf.errors import PrivacyConfigError
 from raptor_hf.methods import get_method
 from raptor_hf.moe.lora import adapter_plan, stream_parameters
 from raptor_hf.privacy import PrivacyStatement, StreamStatement, calibrate_noise_multipliers, default_delta
+from raptor_hf.privacy.statement import NOT_COVERED
 from raptor_hf.state import PrivacyLedger, PrivacyPlan
 from raptor_hf.streams import Stream
 
-__all__ = ["check_untrained", "make_plan", "make_statement", "make_streams"]
+__all__ = ["check_untrained", "dataset_name", "make_plan", "make_statement", "make_streams"]
 
 
 def make_plan(args: RaptorConfig, model: nn.Module, dataset_size: int, cycles: int) -> PrivacyPlan:
@@ -124,10 +126,28 @@ def make_statement(
         base_model=_public_name(model),
         public_corpus=public_corpus,
         disjointness=disjointness,
+        not_covered=(*NOT_COVERED, *_chosen_by(args)),
     )
+
+
+def _chosen_by(args: RaptorConfig) -> tuple[str, ...]:
+    """What the run chose by its evaluation split."""
+    used = [name for name in ("load_best_model_at_end", "metric_for_best_model") if getattr(args, name)]
+    if args.lr_scheduler_type in ("reduce_lr_on_plateau", "greedy"):
+        used.append("lr_scheduler_type")
+    if not used:
+        return ()
+    names = " and ".join(f"`{name}`" for name in used)
+    return (f"the records of the evaluation split: {names} let the run choose by them, and the choice is not private",)
 
 
 def _public_name(model: nn.Module) -> str | None:
     """The model's id, or the last part of a local path: a path can name a person or a machine."""
     name = getattr(model, "name_or_path", None)
     return os.path.basename(os.path.normpath(name)) if name and os.path.exists(name) else (name or None)
+
+
+def dataset_name(dataset: Any) -> str:
+    """A public dataset's name, as far as it has one, and its size."""
+    name = getattr(getattr(dataset, "info", None), "dataset_name", None)
+    return f"{name or 'public corpus'} ({len(dataset)} records)"

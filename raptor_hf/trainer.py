@@ -30,7 +30,7 @@ from raptor_hf.grad_sample import LossFn, model_loss, residual_weighted
 from raptor_hf.moe import LayerSelection, attach_adapters, check_disjoint, load_adapter, owner_map, select_layer
 from raptor_hf.moe.lora import adapter_plan, resolve_layer, stream_parameters
 from raptor_hf.optim import check_optimizer, stream_optimizer
-from raptor_hf.plan import check_untrained, make_plan, make_statement, make_streams
+from raptor_hf.plan import check_untrained, dataset_name, make_plan, make_statement, make_streams
 from raptor_hf.privacy import PrivacyStatement
 from raptor_hf.privacy.noise import EntropySource, NoiseSource
 from raptor_hf.privacy.sampling import Cycle, CycleLoader, PoissonSampler
@@ -93,7 +93,7 @@ class RaptorTrainer(Trainer):
     ):
         _check_arguments(type(self), args, model_init, compute_loss_func)
         assert isinstance(args, RaptorConfig) and model is not None  # _check_arguments made sure
-        layout = check_model(model)
+        layout = check_model(model).layout
         check_processing_class(processing_class)
         if train_dataset is not None:
             check_dataset(train_dataset)
@@ -223,6 +223,10 @@ class RaptorTrainer(Trainer):
 
     def _start(self, resume_from: str | None) -> None:
         """Plan, ledger, streams and owner map of this training."""
+        check_model(
+            self.model, records=[self._records[i] for i in range(min(3, len(self._records)))], collate=self._collate,
+            mode=self.args.grad_sample_mode, label_names=self.label_names,
+        )  # fmt: skip
         cycles = self.planned_cycles()
         plan = self._plan(cycles)
         if resume_from is not None:
@@ -345,7 +349,7 @@ class RaptorTrainer(Trainer):
             self.model,
             self.ledger,
             secure=self.entropy.secure,
-            public_corpus=None if self._disjointness is None else _dataset_name(self.public_dataset),
+            public_corpus=None if self._disjointness is None else dataset_name(self.public_dataset),
             disjointness=self._disjointness,
         )
 
@@ -413,8 +417,3 @@ def _check_arguments(cls: type, args: Any, model_init: Any, compute_loss_func: A
             "The training output folder holds pickled arguments and training state beside the adapter",
             "Train without it and upload the adapter files afterwards",
         )
-
-
-def _dataset_name(dataset: Any) -> str:
-    name = getattr(getattr(dataset, "info", None), "dataset_name", None)
-    return f"{name or 'public corpus'} ({len(dataset)} records)"
