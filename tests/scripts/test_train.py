@@ -1,0 +1,79 @@
+"""`raptor-hf train`: YAML and flags to a trained, saved adapter, from local files."""
+
+import csv
+import json
+
+import pytest
+
+from raptor_hf import PrivacyConfigError
+from raptor_hf.scripts import train
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+
+GOOD, BAD = "a moving , funny and clever film", "dull , noisy and far too long"
+
+
+def _write(path, rows, fields=("text", "label"), delimiter=","):
+    with path.open("w", newline="") as handle:
+        writer = csv.writer(handle, delimiter=delimiter)
+        writer.writerow(fields)
+        writer.writerows(rows)
+
+
+@pytest.fixture
+def files(tmp_path):
+    rows = [(f"{GOOD if i % 2 else BAD} number {i}", "pos" if i % 2 else "neg") for i in range(40)]
+    _write(tmp_path / "train.csv", rows)
+    _write(tmp_path / "test.csv", rows[:10])
+    _write(tmp_path / "public.tsv", [(f"the plot of film {i} is simple", "neg") for i in range(30)], delimiter="\t")
+    (tmp_path / "config.yaml").write_text(
+        f"""
+train_file: {tmp_path}/train.csv
+validation_file: {tmp_path}/test.csv
+public_file: {tmp_path}/public.tsv
+output_dir: {tmp_path}/out
+max_seq_length: 32
+target_epsilon: 2
+expected_batch_size: 10
+per_device_train_batch_size: 4
+num_train_epochs: 1
+learning_rate: 1e-3
+lora_rank: 4
+save_strategy: no
+"""
+    )
+    return tmp_path
+
+
+def test_trains_from_files_and_the_command_line_wins(files, capsys):
+    assert train.main([str(files / "config.yaml"), "--target_epsilon", "3", "--max_steps", "2"]) == 0
+    statement = json.loads((files / "out" / "privacy.json").read_text())
+    assert statement["target_epsilon"] == 3 and statement["shared"]["steps_taken"] == 2
+    assert json.loads((files / "out" / "adapter_config.json").read_text())["r"] == 4
+    assert "epsilon spent" in capsys.readouterr().out
+
+
+def test_unknown_key_is_an_error(files):
+    with (files / "config.yaml").open("a") as handle:
+        handle.write("target_epsilonn: 1\n")
+    with pytest.raises(PrivacyConfigError, match="target_epsilonn"):
+        train.main([str(files / "config.yaml")])
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--text_column", "sentence"], "sentence"),
+        (["--train_file", "records.parquet"], "parquet"),
+        (["--dataset_name", "rotten_tomatoes_demo", "--label_column", "stars"], "stars"),
+    ],
+)
+def test_bad_data_is_an_error(files, flags, message):
+    with pytest.raises(PrivacyConfigError, match=message):
+        train.main([str(files / "config.yaml"), *flags])
+
+
+def test_public_file_that_shares_a_record_is_refused(files):
+    _write(files / "public.tsv", [(f"{BAD}  number 0", "neg"), ("the plot", "neg")], delimiter="\t")
+    with pytest.raises(PrivacyConfigError, match="shares at least one record"):
+        train.main([str(files / "config.yaml")])
