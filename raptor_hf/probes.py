@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -50,7 +51,9 @@ def probe(
     if findings:
         return findings
     if getattr(model, "raptor_adapters", None) is None:
-        model = attach_adapters(copy.deepcopy(model), _PROBE_LORA, resolve_layer(layout, "last"))
+        with torch.random.fork_rng(), warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # what is switched off in the copy
+            model = attach_adapters(copy.deepcopy(model), _PROBE_LORA, resolve_layer(layout, "last"))
     device = next(model.parameters()).device
     batch = {key: value.to(device) for key, value in collate(records).items()}
     return probe_model(model, batch, mode=mode, label_names=label_names)

@@ -13,6 +13,11 @@ from raptor_hf.scripts import check
 from tests.helpers import tiny_model
 
 
+@pytest.fixture(autouse=True)
+def wide_terminal(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "300")
+
+
 @pytest.fixture
 def saved(tmp_path):
     """Saves a model with the bundled tokenizer; returns the folder."""
