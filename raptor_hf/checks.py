@@ -81,7 +81,7 @@ def _structure(model: nn.Module) -> tuple[MoELayout | None, list[Finding]]:
     findings = [*(_normalisation(model) or _opacus(model)), *_auxiliary_losses(model), *_tied(model, layout)]
     attached = getattr(model, "raptor_adapters", None) is not None
     if attached:
-        findings += _trainable_routers(model, layout)
+        findings += [*_trainable_routers(model, layout), *_narrow(model)]
     findings += _chance(layout, model, attached)
     return layout, list({finding.what: finding for finding in findings}.values())
 
@@ -163,6 +163,21 @@ def _trainable_routers(model: nn.Module, layout: MoELayout) -> list[Finding]:
         for name, parameter in model.named_parameters()
         if parameter.requires_grad and layout.role(name) == "router"
     ][:1]
+
+
+def _narrow(model: nn.Module) -> list[Finding]:
+    narrow = [
+        n for n, p in model.named_parameters() if p.requires_grad and p.dtype not in (torch.float32, torch.float64)
+    ]
+    return [
+        Finding(
+            f"The trainable parameter `{name}` is not float32",
+            "Noise and learning rate are spread over many small updates, which rounding to a narrower type would lose, "
+            "while the budget is spent all the same",
+            "Cast the base model before `attach_adapters`, not the adapters after it; `bf16=True` computes in bfloat16",
+        )
+        for name in narrow[:1]
+    ]
 
 
 def _chance(layout: MoELayout, model: nn.Module, attached: bool) -> list[Finding]:

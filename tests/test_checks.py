@@ -122,6 +122,11 @@ def test_a_trainable_router():
     only(find(model), "error", "router", "freeze")
 
 
+def test_adapters_in_a_narrow_type():
+    only(find(attached().to(torch.bfloat16)), "error", "not float32", "attach_adapters")
+    assert find(attached(tiny_model(torch.bfloat16))) == ()
+
+
 def test_jitter_and_dropout_inside_experts_warn_first_and_are_errors_later():
     assert find(tiny_model(dropout_rate=0.1))[0].severity == "warning"
     only(find(tiny_model(router_jitter_noise=0.1)), "warning", "jitter")
