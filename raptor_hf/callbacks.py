@@ -6,6 +6,7 @@ from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import ProgressCallback
+from transformers.trainer_utils import SaveStrategy
 from transformers.utils import logging
 
 from raptor_hf.state import PrivacyLedger
@@ -34,6 +35,8 @@ class PrivacyBudgetCallback(TrainerCallback):
                 f"the budget of epsilon {self.ledger.plan.target_epsilon}. The model is valid as it is."
             )
             control.should_training_stop = True
+            if args.save_strategy == SaveStrategy.STEPS:
+                control.should_save = True  # as at the last planned cycle: nothing that was paid for is lost
         return control
 
 

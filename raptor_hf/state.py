@@ -4,15 +4,46 @@ from __future__ import annotations
 
 import json
 import os
+import uuid
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from raptor_hf.errors import PrivacyConfigError
 from raptor_hf.privacy.accounting import Mechanism, compute_epsilon, max_cycles
 
-__all__ = ["PrivacyLedger", "PrivacyPlan"]
+__all__ = ["LEDGER_FILE", "STATE_FILE", "PrivacyLedger", "PrivacyPlan", "read_json", "write_durably"]
 
+# In every checkpoint, written last: a folder without it is no checkpoint.
 STATE_FILE = "raptor_state.json"
+# In the output folder, written before each release.
+LEDGER_FILE = "raptor_ledger.json"
+
+
+def write_durably(path: Path, content: bytes) -> None:
+    """Write a file that only its owner may read; after a crash at any point it is the old one or the new one."""
+    partial = path.with_name(path.name + ".partial")
+    descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(partial, path)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def read_json(path: Path) -> dict[str, Any] | None:
+    """A file of this module; None when there is none, or none that can be read."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) else None
 
 
 @dataclass(frozen=True)
@@ -46,13 +77,18 @@ class PrivacyPlan:
 class PrivacyLedger:
     """Write-ahead counters of the two streams' releases.
 
-    A counter is raised before its release is computed, so that a crash can only over-count. `spend` refuses the
-    release that would cross the target.
+    A counter is raised before its release is computed, and written to `journal` where there is one, so that a crash
+    can only over-count. `spend` refuses the release that would cross the target.
+
+    Attributes:
+        run: a random name of the run, the same in its journal and in all its checkpoints. journal: a file.
     """
 
     plan: PrivacyPlan
     shared_steps: int = 0
     expert_steps: int = 0
+    run: str = field(default_factory=lambda: uuid.uuid4().hex)
+    journal: Path | None = field(default=None, repr=False)
     _limit: int | None = field(default=None, repr=False)
     _cache: dict[tuple[int, int], float] = field(default_factory=dict, repr=False)
 
@@ -111,6 +147,8 @@ class PrivacyLedger:
                 "Stop here, or start a new run with a larger `target_epsilon`",
             )
         setattr(self, name, getattr(self, name) + 1)
+        if self.journal is not None:
+            self._write(self.journal)
 
     def go_on(self, planned: PrivacyPlan) -> None:
         """Go on with what `planned` says, from the steps counted so far.
@@ -133,26 +171,31 @@ class PrivacyLedger:
                 )
         self.plan = replace(expected, cycles=planned.cycles)
 
-    def save(self, directory: str | os.PathLike) -> None:
-        """Write the state, atomically."""
-        path = Path(directory) / STATE_FILE
-        data = {"plan": asdict(self.plan), "shared_steps": self.shared_steps, "expert_steps": self.expert_steps}
-        partial = path.with_suffix(".partial")
-        partial.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
-        partial.replace(path)
+    def count_lost_work(self, directory: str | os.PathLike) -> bool:
+        """Count what the run released after the state that was loaded, by the journal in `directory`.
+
+        Returns: True when the journal counts more. A journal of another run says nothing about this one.
+        """
+        found = read_json(Path(directory) / LEDGER_FILE)
+        if found is None or found.get("run") != self.run:
+            return False
+        before = (self.shared_steps, self.expert_steps)
+        self.shared_steps = max(self.shared_steps, int(found["shared_steps"]))
+        self.expert_steps = max(self.expert_steps, int(found["expert_steps"]))
+        return (self.shared_steps, self.expert_steps) != before
+
+    def save(self, directory: str | os.PathLike, **more: Any) -> None:
+        """Write the state, and `more` beside it."""
+        self._write(Path(directory) / STATE_FILE, **more)
+
+    def _write(self, path: Path, **more: Any) -> None:
+        steps = {"shared_steps": self.shared_steps, "expert_steps": self.expert_steps}
+        data = {"run": self.run, "plan": asdict(self.plan), **steps, **more}
+        write_durably(path, (json.dumps(data, indent=2) + "\n").encode())
 
     @classmethod
-    def load(cls, directory: str | os.PathLike, planned: PrivacyPlan) -> PrivacyLedger:
-        """Read the state of a checkpoint to go on from; see `go_on`."""
-        path = Path(directory) / STATE_FILE
-        if not path.is_file():
-            raise PrivacyConfigError(
-                f"The checkpoint `{directory}` has no `{STATE_FILE}`",
-                "How much of the budget it spent is unknown, so what a resumed run spends cannot be told",
-                "Resume from a checkpoint that RaptorTrainer wrote",
-            )
-        data = json.loads(path.read_text(encoding="utf-8"))
-        saved = PrivacyPlan(**data["plan"])
-        ledger = cls(saved, int(data["shared_steps"]), int(data["expert_steps"]))
+    def load(cls, saved: Mapping[str, Any], planned: PrivacyPlan) -> PrivacyLedger:
+        """Go on from a saved state; see `go_on`."""
+        ledger = cls(PrivacyPlan(**saved["plan"]), int(saved["shared_steps"]), int(saved["expert_steps"]), saved["run"])
         ledger.go_on(planned)
         return ledger

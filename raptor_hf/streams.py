@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from raptor_hf.distributed import broadcast, is_main, reduce_to_main
 from raptor_hf.grad_sample import LossFn, engine_gradients
 from raptor_hf.privacy.mechanism import ClippedSum, release
 from raptor_hf.privacy.noise import EntropySource, NoiseSource
@@ -72,7 +73,16 @@ def sum_gradients(
 
 
 def noisy_gradients(stream: Stream, clipped: ClippedSum, noise: NoiseSource) -> None:
-    """Release the stream's noisy gradient (Eqs. 7, 9) into `.grad` of its parameters."""
-    for name, value in release(clipped, stream.noise_multiplier, stream.denominator, noise).items():
-        parameter = stream.parameters[name]
-        parameter.grad = value.to(parameter.dtype)
+    """Release the stream's noisy gradient (Eqs. 7, 9) into `.grad` of its parameters.
+
+    With several processes: the main one adds their sums up and adds the noise, once; all get what it released.
+    """
+    reduce_to_main(clipped)
+    if is_main():
+        released = release(clipped, stream.noise_multiplier, stream.denominator, noise)
+        for name, parameter in stream.parameters.items():
+            parameter.grad = released[name].to(parameter.dtype)
+    else:
+        for parameter in stream.parameters.values():
+            parameter.grad = torch.empty_like(parameter)
+    broadcast({name: parameter.grad for name, parameter in stream.parameters.items()})

@@ -15,6 +15,7 @@ from transformers.trainer_utils import TrainOutput
 from transformers.utils import logging
 
 import raptor_hf.models  # noqa: F401 (registers what transformers lacks with the Auto classes)
+from raptor_hf.binding import Binding, establish_owners
 from raptor_hf.callbacks import PrivacyBudgetCallback, RaptorProgressCallback
 from raptor_hf.checks import (
     check_batch,
@@ -25,17 +26,21 @@ from raptor_hf.checks import (
     check_sizes,
 )
 from raptor_hf.config import RaptorConfig
+from raptor_hf.distributed import broadcast, check_same, digest, from_main, one_copy, together
 from raptor_hf.errors import PrivacyConfigError, ReleaseError
 from raptor_hf.grad_sample import LossFn, model_loss, residual_weighted
-from raptor_hf.moe import LayerSelection, attach_adapters, check_disjoint, load_adapter, owner_map, select_layer
-from raptor_hf.moe.lora import adapter_plan, resolve_layer, stream_parameters
+from raptor_hf.moe import LayerSelection, attach_adapters, check_disjoint, load_adapter, select_layer
+from raptor_hf.moe.lora import resolve_layer, stream_parameters
 from raptor_hf.optim import check_optimizer, stream_optimizer
-from raptor_hf.plan import check_untrained, dataset_name, make_plan, make_statement, make_streams
+from raptor_hf.plan import dataset_name, make_plan, make_statement, make_streams
+from raptor_hf.preflight import check_trainer_arguments
 from raptor_hf.privacy import PrivacyStatement
 from raptor_hf.privacy.noise import EntropySource, NoiseSource
 from raptor_hf.privacy.sampling import Cycle, CycleLoader, PoissonSampler
+from raptor_hf.resume import begin, checkpoint_written_last
 from raptor_hf.state import PrivacyLedger, PrivacyPlan
 from raptor_hf.streams import Stream, noisy_gradients, secret_masks, sum_gradients
+from raptor_hf.watch import FirstCycle
 
 __all__ = ["RaptorTrainer"]
 
@@ -91,8 +96,8 @@ class RaptorTrainer(Trainer):
         public_dataset: Any = None,
         peft_config: Any = None,
     ):
-        _check_arguments(type(self), args, model_init, compute_loss_func)
-        assert isinstance(args, RaptorConfig) and model is not None  # _check_arguments made sure
+        check_trainer_arguments(type(self), args, model_init, compute_loss_func)
+        assert isinstance(args, RaptorConfig) and model is not None  # as was checked
         layout = check_model(model).layout
         check_processing_class(processing_class)
         if train_dataset is not None:
@@ -101,6 +106,8 @@ class RaptorTrainer(Trainer):
         self.layer_selection: LayerSelection | None = None
         self.ledger: PrivacyLedger | None = None
         self._owners: torch.Tensor | None = None
+        self._binding: Binding | None = None
+        self._in_checkpoint = False
         self._disjointness: str | None = None
         self._streams: dict[str, Stream] = {}
         self._peft_config = peft_config
@@ -117,9 +124,12 @@ class RaptorTrainer(Trainer):
             optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
             preprocess_logits_for_metrics=preprocess_logits_for_metrics,
         )
+        one_copy(self.accelerator)
         self._records, self._collate = self._private_records(train_dataset)
         if getattr(model, "raptor_adapters", None) is None:
-            layer = self._choose_layer(layout)
+            layer, self.layer_selection, self._disjointness = from_main(
+                lambda: (self._choose_layer(layout), self.layer_selection, self._disjointness), "choosing the layer"
+            )
             attach_adapters(model, peft_config or args, layer)
             model.to(args.device)
         elif public_dataset is not None and train_dataset is not None:
@@ -129,10 +139,13 @@ class RaptorTrainer(Trainer):
             check_collator(
                 self._collate, [self._records[i] for i in range(min(2, len(self._records)))], self.label_names
             )
-        self.entropy = EntropySource(args.insecure_noise_seed)
+        seed = args.insecure_noise_seed
+        self.entropy = EntropySource(None if seed is None else seed + 1_000_003 * args.process_index)
         self.noise = NoiseSource(self.entropy, secure_mode=args.secure_mode)
         self._budget_callback = PrivacyBudgetCallback()
         self.add_callback(self._budget_callback)
+        self._first_cycle = FirstCycle()
+        self.add_callback(self._first_cycle)
         if any(type(cb) is ProgressCallback for cb in self.callback_handler.callbacks):
             self.remove_callback(ProgressCallback)
             self.add_callback(RaptorProgressCallback())
@@ -186,7 +199,10 @@ class RaptorTrainer(Trainer):
         return CycleLoader(sampler, math.ceil(n / batch))
 
     def get_batch_samples(self, epoch_iterator: Iterator, num_batches: int, device: torch.device) -> tuple[list, None]:
-        """The next cycle, without the count of its items: that count is private."""
+        """The next cycle, without the count of its items: that count is private. None when the budget is spent."""
+        if self.ledger is not None and self.ledger.exhausted():
+            self.control.should_training_stop = True
+            return [], None
         return [cycle for _, cycle in zip(range(num_batches), epoch_iterator, strict=False)], None
 
     def _checked_batch(self, records: list) -> dict:
@@ -221,34 +237,27 @@ class RaptorTrainer(Trainer):
         *values, _ = super().set_initial_training_values(args, dataloader)
         return (*values, self.planned_cycles())
 
-    def _start(self, resume_from: str | None) -> None:
-        """Plan, ledger, streams and owner map of this training."""
-        check_model(
-            self.model, records=[self._records[i] for i in range(min(3, len(self._records)))], collate=self._collate,
-            mode=self.args.grad_sample_mode, label_names=self.label_names,
-        )  # fmt: skip
-        cycles = self.planned_cycles()
-        plan = self._plan(cycles)
-        if resume_from is not None:
-            self.ledger = self.model.raptor_ledger = PrivacyLedger.load(resume_from, plan)
-        else:
-            if self.ledger is None or not (self.ledger.shared_steps or self.ledger.expert_steps):
-                self.ledger = PrivacyLedger(plan)
-            self.ledger.go_on(plan)
-            check_untrained(self.model, self.ledger)
-        self._budget_callback.ledger = self.ledger
-        if self.ledger.cycles_left(cycles) == 0:
-            raise PrivacyConfigError(
-                f"Training was started with epsilon {self.ledger.epsilon()} already spent",
-                f"One more cycle would cross `target_epsilon={plan.target_epsilon}`",
-                "Start a new run from the base model, or raise the target",
-            )
-        self._streams = make_streams(self.args, self.model, self.ledger.plan)
-        if self._owners is None and "expert" in self._streams:
-            self._owners = owner_map(
-                self.model, self._records, adapter_plan(self.model).layer, rule=self.args.ownership,
-                data_collator=self._checked_batch, batch_size=self.args.per_device_eval_batch_size,
+    def _start(self, resume_from: str | bool | None) -> str | None:
+        """Plan, ledger, streams and owner map of this training. Returns the checkpoint from which it goes on."""
+        with together("the checks before training"):
+            check_model(
+                self.model, records=[self._records[i] for i in range(min(3, len(self._records)))],
+                collate=self._collate, mode=self.args.grad_sample_mode, label_names=self.label_names,
             )  # fmt: skip
+        cycles = self.planned_cycles()
+        start, self.ledger = begin(self.args, self.model, self.ledger, resume_from, self._plan, cycles)
+        self._budget_callback.ledger = self.ledger
+        self._streams = make_streams(self.args, self.model, self.ledger.plan)
+        if self._binding is None or start.state is not None:
+            self._binding, self._owners = establish_owners(
+                self.args, self.model, self._records, self._checked_batch, start.state, start.folders,
+                self.ledger.plan, needed="expert" in self._streams,
+            )  # fmt: skip
+        broadcast(self._trainables())
+        return start.checkpoint
+
+    def _trainables(self) -> dict[str, torch.Tensor]:
+        return {name: p for stream in stream_parameters(self.model).values() for name, p in stream.items()}
 
     # ---- Training ----
 
@@ -258,15 +267,9 @@ class RaptorTrainer(Trainer):
             raise ValueError("Trainer: training requires a train_dataset.")
         if kwargs.get("trial") is not None:
             self.hyperparameter_search()
-        checkpoint = resume_from_checkpoint
-        if checkpoint is True:
-            from transformers.trainer_utils import get_last_checkpoint
-
-            checkpoint = get_last_checkpoint(self.args.output_dir)
-            if checkpoint is None:
-                raise ValueError(f"No valid checkpoint found in output directory ({self.args.output_dir})")
-        self._start(checkpoint or None)
-        output = super().train(resume_from_checkpoint=checkpoint or None, **kwargs)
+        checkpoint = self._start(resume_from_checkpoint)
+        output = super().train(resume_from_checkpoint=checkpoint, **kwargs)
+        check_same("The trained parameters", lambda: digest(self._trainables()))
         metrics = {key: value for key, value in output.metrics.items() if key not in _PRIVATE_LOGS}
         return TrainOutput(output.global_step, float("nan"), metrics)
 
@@ -285,17 +288,23 @@ class RaptorTrainer(Trainer):
         for name in names:
             stream = self._streams[name]
             assert self.ledger is not None
-            self.ledger.spend(name)
             owners = self._owners if name == "expert" else None
-            with self.compute_loss_context_manager(), secret_masks(self.entropy, self.args.device):
+            with (
+                together(f"the {name} stream of a cycle"),
+                self.compute_loss_context_manager(),
+                secret_masks(self.entropy, self.args.device),
+            ):
+                self.ledger.spend(name)
                 clipped = sum_gradients(
                     self.model, stream, self._micro_batches(getattr(inputs, name), owners),
                     mode=self.args.grad_sample_mode, loss_fn=loss_fns[name],
                 )  # fmt: skip
             noisy_gradients(stream, clipped, self.noise)
+            self._first_cycle.before_step(stream, self.optimizer)
             if name != names[-1]:
                 # the other stream's gradients are None, so the optimizer leaves its parameters and state alone
                 self.optimizer.step()
+                self._first_cycle.after_step()
                 model.zero_grad(set_to_none=True)
         if self.args.research_diagnostics:
             return self._private_loss(inputs)
@@ -358,12 +367,27 @@ class RaptorTrainer(Trainer):
         output_dir = output_dir if output_dir is not None else self.args.output_dir
         super()._save(output_dir, state_dict=state_dict)
         if self.args.should_save and self.ledger is not None:
-            self.ledger.save(output_dir)
+            if not self._in_checkpoint:  # a checkpoint's state is written last
+                self.ledger.save(output_dir)
             text = self.privacy_statement().to_json()
             (Path(output_dir) / STATEMENT_FILE).write_text(text + "\n", encoding="utf-8")
 
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        """As in `Trainer`; what makes it a checkpoint is written last, and only then are older ones deleted."""
+        assert self.ledger is not None and self._binding is not None
+        check_same("The trained parameters", lambda: digest(self._trainables()))
+        self._in_checkpoint = True
+        try:
+            with checkpoint_written_last(
+                self.args, self.state, self._get_output_dir(trial), self.ledger, self._binding
+            ):
+                super()._save_checkpoint(model, trial)
+        finally:
+            self._in_checkpoint = False
+
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         load_adapter(self.model if model is None else model, resume_from_checkpoint)
+        broadcast(self._trainables())
 
     def _load_best_model(self) -> None:
         logger.info(f"Loading the adapter of {self.state.best_model_checkpoint}.")
@@ -383,37 +407,4 @@ class RaptorTrainer(Trainer):
             "A hyper-parameter search on the private set was asked for",
             "Each trial is a release of its own; the budget of one run does not cover the search",
             "Tune on public data, then train once",
-        )
-
-
-def _check_arguments(cls: type, args: Any, model_init: Any, compute_loss_func: Any) -> None:
-    if not isinstance(args, RaptorConfig):
-        raise PrivacyConfigError(
-            f"`args` is a `{type(args).__name__}`",
-            "It holds no privacy budget, noise or clipping norms",
-            "Pass a `RaptorConfig`: it takes every argument of `TrainingArguments`",
-        )
-    if model_init is not None:
-        raise PrivacyConfigError(
-            "`model_init` was passed",
-            "It serves a search over hyper-parameters, in which every trial spends privacy",
-            "Pass `model`",
-        )
-    if compute_loss_func is not None or cls.compute_loss is not Trainer.compute_loss:  # type: ignore[attr-defined]
-        raise PrivacyConfigError(
-            "A loss function of one's own was given (`compute_loss_func`, or `compute_loss` overridden)",
-            "It sees a whole batch: nothing shows that it keeps the records apart",
-            "Let the model compute the loss from `labels`",
-        )
-    if args.world_size > 1:
-        raise PrivacyConfigError(
-            f"Training was started in {args.world_size} processes",
-            "Their sums are not added up in this version: each would train a model of its own on its share",
-            "Start one process",
-        )
-    if args.push_to_hub:
-        raise PrivacyConfigError(
-            "`push_to_hub=True` was set",
-            "The training output folder holds pickled arguments and training state beside the adapter",
-            "Train without it and upload the adapter files afterwards",
         )

@@ -51,7 +51,11 @@ def test_an_inherited_argument_that_cannot_work_is_refused(name):
 
 
 def test_every_refused_argument_is_tested():
-    assert set(REFUSED_ARGUMENTS) - set(REFUSED_VALUES) <= {"deepspeed", "fsdp", "parallelism_config"}  # these need several processes
+    assert set(REFUSED_ARGUMENTS) - set(REFUSED_VALUES) <= {
+        "deepspeed",
+        "fsdp",
+        "parallelism_config",
+    }  # these need several processes
 
 
 @pytest.mark.parametrize(
@@ -138,10 +142,3 @@ def test_uploading_and_searching_are_refused():
     assert_refused(trainer.push_to_hub, ReleaseError, "push_to_hub")
     assert_refused(trainer.hyperparameter_search, PrivacyConfigError, "search")
     assert_refused(lambda: make_trainer(push_to_hub=True, hub_token="none"), PrivacyConfigError, "push_to_hub")
-
-
-def test_several_processes_are_refused(monkeypatch):
-    config = make_config()
-    monkeypatch.setattr(type(config), "world_size", property(lambda self: 2))
-    data = Dataset.from_list(RECORDS)
-    assert_refused(lambda: RaptorTrainer(tiny_model(), config, train_dataset=data), PrivacyConfigError, "2 processes")

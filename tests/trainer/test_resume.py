@@ -6,9 +6,11 @@ import json
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from datasets import Dataset
+from huggingface_hub.utils import DEFAULT_IGNORE_PATTERNS, filter_repo_objects
 
 from raptor_hf import PrivacyConfigError, stream_parameters
 from tests.helpers import collate, tiny_model, tiny_records
@@ -73,7 +75,10 @@ def test_fresh_coins_and_noise_after_resuming(tmp_path):
 
 
 def test_a_checkpoint_holds_nothing_private(tmp_path):
-    """No coins, no noise state, no owner map, no loss: the files are known, and the texts are searched."""
+    """No coins, no noise state, no owner map, no loss: the files are known, and the texts are searched.
+
+    The owner map is in one file that only its owner may read, in a folder that the Hub's client does not upload.
+    """
     folder = tmp_path / "out"
     trainer = trained(folder, steps=2, logging_strategy="steps", logging_steps=1)
     owners = trainer._owners.tolist()
@@ -81,13 +86,22 @@ def test_a_checkpoint_holds_nothing_private(tmp_path):
         "adapter_config.json", "adapter_model.safetensors", "optimizer.pt", "privacy.json", "raptor_state.json",
         "rng_state.pth", "scheduler.pt", "trainer_state.json", "training_args.bin",
     }  # fmt: skip
-    assert {Path(name).name for name in files(folder)} <= known | {"README.md"}
+    private = folder / ".cache" / "huggingface" / "raptor_private" / "owner_map.npz"
+    assert private.stat().st_mode & 0o777 == 0o600 and private.parent.stat().st_mode & 0o777 == 0o700
+    assert np.load(private)["owners"].tolist() == owners
+    assert list(filter_repo_objects(files(folder), ignore_patterns=DEFAULT_IGNORE_PATTERNS)) == [
+        name for name in files(folder) if not name.endswith("owner_map.npz")
+    ]
+    private.unlink()
+    assert {Path(name).name for name in files(folder)} <= known | {"README.md", "raptor_ledger.json"}
     squeezed = re.sub(r"\s", "", "".join(p.read_text() for p in folder.rglob("*.json")))
     assert ",".join(map(str, owners)) not in squeezed
     for word in ("owner_map", "owners", '"loss"', "train_loss", "batch_sizes", "norms"):
         assert f"{word}:" not in squeezed and f'"{word}"' not in squeezed, word
     state = json.loads((checkpoint(folder, 2) / "raptor_state.json").read_text())
-    assert set(state) == {"plan", "shared_steps", "expert_steps"}
+    assert set(state) == {
+        "run", "plan", "shared_steps", "expert_steps", "cycle", "arguments", "base_model", "files"
+    }  # fmt: skip
 
 
 def test_the_generator_in_a_checkpoint_tells_nothing_of_the_draws(tmp_path):
@@ -134,7 +148,7 @@ def test_a_checkpoint_without_a_budget_is_refused(tmp_path):
     trained(tmp_path)
     (checkpoint(tmp_path, 2) / "raptor_state.json").unlink()
     with pytest.raises(PrivacyConfigError, match="raptor_state"):
-        make_trainer(max_steps=4, output_dir=str(tmp_path)).train(resume_from_checkpoint=True)
+        make_trainer(max_steps=4, output_dir=str(tmp_path)).train(str(checkpoint(tmp_path, 2)))
 
 
 def test_a_crash_between_the_streams_counts_the_first(tmp_path):
@@ -185,7 +199,8 @@ def test_the_budget_is_met_and_never_passed(tmp_path):
         longer.train(resume_from_checkpoint=str(checkpoint(tmp_path, 3)))
     part = make_trainer(max_steps=30, output_dir=str(tmp_path), **BUDGET)
     part.train(resume_from_checkpoint=str(checkpoint(tmp_path, 1)))
-    assert part.state.global_step == 3 and part.ledger.epsilon() == spent
+    # cycles 2 and 3 were released, whether or not one goes on from before them
+    assert part.state.global_step == 1 and part.ledger.epsilon() == spent
     assert all(torch.isfinite(p).all() for s in stream_parameters(part.model).values() for p in s.values())
     assert part.evaluate(Dataset.from_list(tiny_records(4)))["eval_loss"] > 0
     part.privacy_statement().recompute()

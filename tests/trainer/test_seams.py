@@ -19,6 +19,7 @@ SIGNATURES = {
     "create_optimizer": ["self", "model"],
     "log": ["self", "logs", "start_time"],
     "_save": ["self", "output_dir", "state_dict"],
+    "_save_checkpoint": ["self", "model", "trial"],
     "_load_from_checkpoint": ["self", "resume_from_checkpoint", "model"],
     "_load_best_model": ["self"],
     "floating_point_ops": ["self", "inputs"],

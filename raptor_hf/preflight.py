@@ -1,0 +1,40 @@
+"""What the trainer refuses before it looks at model or data."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import Trainer
+
+from raptor_hf.config import RaptorConfig
+from raptor_hf.errors import PrivacyConfigError
+
+__all__ = ["check_trainer_arguments"]
+
+
+def check_trainer_arguments(cls: type, args: Any, model_init: Any, compute_loss_func: Any) -> None:
+    """Refuse what `RaptorTrainer`, or a subclass `cls` of it, must not be given."""
+    if not isinstance(args, RaptorConfig):
+        raise PrivacyConfigError(
+            f"`args` is a `{type(args).__name__}`",
+            "It holds no privacy budget, noise or clipping norms",
+            "Pass a `RaptorConfig`: it takes every argument of `TrainingArguments`",
+        )
+    if model_init is not None:
+        raise PrivacyConfigError(
+            "`model_init` was passed",
+            "It serves a search over hyper-parameters, in which every trial spends privacy",
+            "Pass `model`",
+        )
+    if compute_loss_func is not None or cls.compute_loss is not Trainer.compute_loss:  # type: ignore[attr-defined]
+        raise PrivacyConfigError(
+            "A loss function of one's own was given (`compute_loss_func`, or `compute_loss` overridden)",
+            "It sees a whole batch: nothing shows that it keeps the records apart",
+            "Let the model compute the loss from `labels`",
+        )
+    if args.push_to_hub:
+        raise PrivacyConfigError(
+            "`push_to_hub=True` was set",
+            "The training output folder holds pickled arguments and training state beside the adapter",
+            "Train without it and upload the adapter files afterwards",
+        )
