@@ -11,8 +11,11 @@ is the peak of resident memory above that before the call (Linux only).
 from __future__ import annotations
 
 import argparse
+import copy
 import csv
+import os
 import statistics
+import sys
 import time
 import warnings
 from collections.abc import Callable
@@ -73,6 +76,13 @@ def measure(run: Callable[[], None]) -> tuple[float, int]:
     return time.perf_counter() - start, resident(True) - before
 
 
+def steady_allocator() -> None:
+    """Start again with an allocator that gives freed memory back, or peaks would hide in what an earlier call left."""
+    if "MALLOC_MMAP_THRESHOLD_" not in os.environ:
+        os.environ.update({"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"})
+        os.execv(sys.executable, [sys.executable, *sys.argv])
+
+
 def variants(model, batch, owner, streams, engines) -> dict[tuple[str, str], Callable[[], None]]:
     """(stream, variant) -> one micro-batch of it."""
 
@@ -108,13 +118,16 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--csv", type=Path, default=None)
+    parser.add_argument("--peers", action="store_true", help="Opacus too, on the shared stream")
     args = parser.parse_args()
+    steady_allocator()
     warnings.simplefilter("ignore")
     torch.set_num_threads(args.threads)
     rows = []
     for name in args.models:
         torch.manual_seed(0)
         model, records, tokens, rank = MODELS[name]()
+        base = copy.deepcopy(model) if args.peers else None
         attach_adapters(model, LoraConfig(r=rank, lora_alpha=rank), "last")
         model.train()
         batch = {
@@ -124,6 +137,10 @@ def main() -> None:
         }
         owner = torch.randint(0, 8, (records,))
         runs = variants(model, batch, owner, stream_parameters(model), args.engines)
+        if base is not None:
+            from peers import opacus_variants
+
+            runs |= {("shared", variant): run for variant, run in opacus_variants(base, batch, rank).items()}
         times: dict[tuple[str, str], list[float]] = {key: [] for key in runs}
         peaks: dict[tuple[str, str], list[int]] = {key: [] for key in runs}
         for repeat in range(args.repeats + 1):

@@ -11,7 +11,7 @@ activation), F the activation's outputs, E experts, r LoRA rank. An index of E m
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -87,16 +87,42 @@ class OwnerAdapters:
     second: tuple[torch.Tensor, torch.Tensor]
 
 
-def _groups(index: torch.Tensor, num_experts: int) -> Iterator[tuple[int, torch.Tensor]]:
-    """Yield `(expert, flat pair positions)` for every expert that some pair of `index` (R, T, K) reaches."""
+Spans = list[tuple[int, int, int]]
+
+
+def _by_expert(index: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, Spans]:
+    """The pairs of `index` (R, T, K) in the order of their experts.
+
+    Returns: `order` (U,), flat positions of the U pairs that have an expert; `spans`, (expert, start, end) in `order`.
+    """
     flat = index.reshape(-1)
     order = torch.argsort(flat, stable=True)
-    counts = torch.bincount(flat, minlength=num_experts + 1).tolist()
-    start = 0
-    for expert, count in enumerate(counts[:num_experts]):
+    counts = torch.bincount(flat, minlength=num_experts + 1).tolist()[:num_experts]
+    return order[: sum(counts)], _spans(counts)
+
+
+def _spans(counts: list[int]) -> Spans:
+    spans, start = [], 0
+    for expert, count in enumerate(counts):
         if count:
-            yield expert, order[start : start + count]
+            spans.append((expert, start, start + count))
         start += count
+    return spans
+
+
+def _each(spans: Spans, x: torch.Tensor, project: Callable, width: int) -> torch.Tensor:
+    """`project(expert, rows)` for every expert's rows of x (U, in) -> (U, width)."""
+    out = x.new_empty(x.shape[0], width)
+    for expert, start, end in spans:
+        out[start:end] = project(expert, x[start:end])
+    return out
+
+
+def _scatter(rows: torch.Tensor, value: torch.Tensor, like: torch.Tensor, unique: bool) -> torch.Tensor:
+    """Add `value` (U, H) up by rows into zeros of the shape of `like`."""
+    out = torch.zeros_like(like)
+    value = value.to(out.dtype)
+    return out.index_copy_(0, rows, value) if unique else out.index_add_(0, rows, value)
 
 
 def _no_autocast(function: Callable) -> Callable:
@@ -130,23 +156,28 @@ def _unfold(value: torch.Tensor | None, size: int) -> torch.Tensor | None:
 
 
 class _Forward(torch.autograd.Function):
+    """Also returns the pre-activations (R, T, K, P) and outputs (R, T, K, H) of the pairs for the backward pass.
+
+    They lie in the order of the experts, not of the records (their shape only says so): the backward pass sees the
+    same records together, sorts the pairs in the same way, and nothing has to be put back in place.
+    """
+
     @staticmethod
     @_no_autocast
     def forward(x, index, gate, owner, a1, b1, a2, b2, stack: ExpertStack):
         records, tokens, top_k = index.shape
-        flat = x.reshape(-1, x.shape[-1])
-        gates = gate.reshape(-1)
-        y = torch.zeros_like(flat)
-        pre = x.new_zeros(records * tokens * top_k, stack.first[0].shape[0])
-        out = x.new_zeros(records * tokens * top_k, x.shape[-1])
-        for expert, pairs in _groups(index, stack.num_experts):
-            rows = pairs // top_k
-            pre_e = stack.project(0, expert, flat[rows])
-            out_e = stack.project(1, expert, stack.activation(pre_e))
-            pre[pairs], out[pairs] = pre_e, out_e
-            y.index_add_(0, rows, (out_e * gates[pairs].unsqueeze(-1)).to(y.dtype))
+        hidden = x.shape[-1]
+        flat = x.reshape(-1, hidden)
+        order, spans = _by_expert(index, stack.num_experts)
+        rows = order // top_k
+        width = stack.first[0].shape[0]
+        pre = _each(spans, flat[rows], lambda e, part: stack.project(0, e, part), width)
+        out = _each(spans, stack.activation(pre), lambda e, part: stack.project(1, e, part), hidden)
+        y = _scatter(rows, out * gate.reshape(-1)[order].unsqueeze(-1), flat, top_k == 1)
+        unused = records * tokens * top_k - len(order)
+        pre, out = (F.pad(value, (0, 0, 0, unused)) if unused else value for value in (pre, out))
         shape = (records, tokens, top_k, -1)
-        return y.view_as(x), pre.view(shape), out.view(shape)
+        return y.view(x.shape), pre.view(shape), out.view(shape)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -178,33 +209,42 @@ class _Backward(torch.autograd.Function):
     def forward(grad_y, x, index, gate, owner, a1, b1, a2, b2, pre, out, wants, stack: ExpertStack):
         want_x, want_gate, want_owner = wants
         records, tokens, top_k = index.shape
+        width, hidden = pre.shape[-1], x.shape[-1]
         empty = x.new_zeros(records, 0)
         grad_x = grad_gate = empty
         owned = [empty] * 4
+        order, spans = _by_expert(index, stack.num_experts)
+        pre, out = pre.reshape(-1, width)[: len(order)], out.reshape(-1, hidden)[: len(order)]
+        if want_owner and not (want_x or want_gate):
+            # the expert stream needs the owner's pairs only
+            mine = (index == owner[:, None, None]).reshape(-1)[order]
+            experts = index.reshape(-1)[order][mine]
+            order, pre, out = order[mine], pre[mine], out[mine]
+            spans = _spans(torch.bincount(experts, minlength=stack.num_experts).tolist())
+        rows = order // top_k
+        grad_out = grad_y.reshape(-1, hidden)[rows]
         if want_gate:
-            grad_gate = (grad_y.unsqueeze(2) * out).sum(-1).to(gate.dtype)
+            grad_gate = torch.zeros_like(gate).reshape(-1)
+            grad_gate[order] = (grad_out * out).sum(-1).to(gate.dtype)
+            grad_gate = grad_gate.view(gate.shape)
         if want_x or want_owner:
-            # the expert stream alone needs the owner's pairs only: the other pairs get the skip index
-            wanted = index if want_x else torch.where(index == owner[:, None, None], index, stack.num_experts)
-            flat_y, gates = grad_y.reshape(-1, grad_y.shape[-1]), gate.reshape(-1)
-            flat_pre = pre.reshape(-1, pre.shape[-1])
-            grad_pre = torch.zeros_like(flat_pre)
+            grad_out = grad_out * gate.reshape(-1)[order].unsqueeze(-1).to(grad_out.dtype)
+            inner = stack.second[0].shape[1]
+            grad_act = _each(spans, grad_out, lambda e, part: stack.project_transposed(1, e, part), inner)
+            grad_pre = _activation_gradient(stack.activation, pre, grad_act)
             if want_x:
-                grad_x = torch.zeros_like(x).reshape(-1, x.shape[-1])
-            for expert, pairs in _groups(wanted, stack.num_experts):
-                rows = pairs // top_k
-                grad_out = flat_y[rows] * gates[pairs].unsqueeze(-1).to(flat_y.dtype)
-                grad_act = stack.project_transposed(1, expert, grad_out)
-                grad_pre_e = _activation_gradient(stack.activation, flat_pre[pairs], grad_act)
-                if want_owner:
-                    grad_pre[pairs] = grad_pre_e
-                if want_x:
-                    grad_x.index_add_(0, rows, stack.project_transposed(0, expert, grad_pre_e).to(grad_x.dtype))
-            grad_x = grad_x.view_as(x) if want_x else empty
+                value = _each(spans, grad_pre, lambda e, part: stack.project_transposed(0, e, part), hidden)
+                grad_x = _scatter(rows, value, x.reshape(-1, hidden), top_k == 1).view(x.shape)
             if want_owner:
-                owned = _owner_gradients(
-                    grad_y, x, index, gate, owner, (a1, b1, a2, b2), pre, grad_pre.view_as(pre), stack
+                mine = index.reshape(-1)[order] == owner.repeat_interleave(tokens * top_k)[order]
+                at = rows[mine]  # a token reaches its owner at most once: no row twice
+                act, by_pre, by_out = (
+                    torch.zeros(records * tokens, part.shape[-1], dtype=part.dtype, device=part.device)
+                    .index_copy_(0, at, part[mine])
+                    .view(records, tokens, -1)
+                    for part in (stack.activation(pre), grad_pre, grad_out)
                 )
+                owned = _owner_gradients(x, (a1, b1, a2, b2), act, by_pre, by_out, stack.scaling)
         return grad_x, grad_gate, *owned
 
     @staticmethod
@@ -222,25 +262,20 @@ class _Backward(torch.autograd.Function):
         return tuple(_unfold(value, size) for value in _Backward.apply(*folded)), (0,) * 6
 
 
-def _owner_gradients(grad_y, x, index, gate, owner, adapters, pre, grad_pre, stack) -> list[torch.Tensor]:
+def _owner_gradients(x, adapters, act, grad_pre, grad_out, scaling: float) -> list[torch.Tensor]:
     """Gradients of the owner's (A1, B1, A2, B2), each (R, *shape): sums over the record's own (token, owner) pairs.
 
-    A token reaches its owner at most once, so the K pairs of a token collapse to one masked row.
+    Args:
+        x: (R, T, H). act (R, T, F), grad_pre (R, T, P), grad_out (R, T, H): of the pair of each token with the owner;
+            zero for a token that did not go there.
     """
     a1, b1, a2, b2 = adapters
-    mine = index == owner[:, None, None]  # (R, T, K)
-    weight = (gate * mine).sum(-1, keepdim=True)  # (R, T, 1), zero where the owner was not used
-    keep = mine.unsqueeze(-1).to(pre.dtype)
-    pre_owner, grad_pre_owner = (pre * keep).sum(2), (grad_pre * keep).sum(2)  # (R, T, P)
-    used = mine.any(-1, keepdim=True).to(a2.dtype)
-    act = stack.activation(pre_owner).to(a2.dtype) * used  # (R, T, F)
-    grad_out = (grad_y * weight.to(grad_y.dtype)).to(a2.dtype)  # (R, T, H)
-    grad_pre_owner, x = grad_pre_owner.to(a1.dtype), x.to(a1.dtype)
-    s = stack.scaling
-    grad_b2 = s * grad_out.transpose(1, 2) @ (act @ a2.transpose(1, 2))
-    grad_a2 = s * (grad_out @ b2).transpose(1, 2) @ act
-    grad_b1 = s * grad_pre_owner.transpose(1, 2) @ (x @ a1.transpose(1, 2))
-    grad_a1 = s * (grad_pre_owner @ b1).transpose(1, 2) @ x
+    act, grad_out = act.to(a2.dtype), grad_out.to(a2.dtype)
+    grad_pre, x = grad_pre.to(a1.dtype), x.to(a1.dtype)
+    grad_b2 = scaling * grad_out.mT @ (act @ a2.mT)
+    grad_a2 = scaling * (grad_out @ b2).mT @ act
+    grad_b1 = scaling * grad_pre.mT @ (x @ a1.mT)
+    grad_a1 = scaling * (grad_pre @ b1).mT @ x
     return [grad_a1, grad_b1, grad_a2, grad_b2]
 
 
