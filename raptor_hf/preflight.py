@@ -11,6 +11,9 @@ from raptor_hf.errors import PrivacyConfigError
 
 __all__ = ["check_trainer_arguments"]
 
+# Methods of a `Trainer` that decide which records are drawn, and what is released from them.
+_OWN_STEPS = ("_get_train_sampler", "get_train_dataloader", "get_batch_samples", "training_step")
+
 
 def check_trainer_arguments(cls: type, args: Any, model_init: Any, compute_loss_func: Any) -> None:
     """Refuse what `RaptorTrainer`, or a subclass `cls` of it, must not be given."""
@@ -32,6 +35,14 @@ def check_trainer_arguments(cls: type, args: Any, model_init: Any, compute_loss_
             "It sees a whole batch: nothing shows that it keeps the records apart",
             "Let the model compute the loss from `labels`",
         )
+    for klass in cls.__mro__[: [k.__module__ for k in cls.__mro__].index("raptor_hf.trainer")]:
+        if own := [name for name in _OWN_STEPS if name in vars(klass)]:
+            raise PrivacyConfigError(
+                f"`{klass.__name__}` overrides `{own[0]}`",
+                "The accounting is that of Poisson draws, and one release a stream and cycle, as `RaptorTrainer` makes "
+                "them; another sampler, loader or step is not accounted for",
+                "Leave it as it is; use callbacks, the collator or the dataset for what you need",
+            )
     if args.push_to_hub:
         raise PrivacyConfigError(
             "`push_to_hub=True` was set",

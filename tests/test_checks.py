@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from datasets import Dataset
 from torch import nn
 
+from raptor_hf import RaptorTrainer
 from raptor_hf.checks import check_model
 from raptor_hf.errors import Finding, PrivacyConfigError, UnsupportedModelError
 from raptor_hf.moe.lora import attach_adapters
@@ -337,3 +339,22 @@ def test_a_message_tells_nothing_of_the_records():
     trainer = make_trainer(model=put(tiny_model(), BatchMean()))
     message = assert_refused(trainer.train, UnsupportedModelError, "other records")
     assert not any(character.isdigit() for character in message)
+
+
+@pytest.mark.parametrize("name", ["_get_train_sampler", "get_train_dataloader", "get_batch_samples", "training_step"])
+def test_a_sampler_of_ones_own(name):
+    """The way to pass a sampler to a `Trainer` is to override the method that makes it."""
+    own = type("Own", (RaptorTrainer,), {name: lambda self, *args: None})
+    below = type("Below", (own,), {})
+    data = Dataset.from_list(RECORDS * 4)
+    for cls in (own, below):
+        assert_refused(lambda cls=cls: cls(tiny_model(), make_config(), train_dataset=data), PrivacyConfigError, name)
+    fine = type("Fine", (RaptorTrainer,), {"log": lambda self, *args, **kwargs: None})
+    assert fine(tiny_model(), make_config(), train_dataset=data, data_collator=collate)
+
+
+def test_a_loader_with_a_sampler_of_its_own():
+    data = Dataset.from_list(RECORDS * 4)
+    sampler = torch.utils.data.WeightedRandomSampler([1.0] * len(data), 4)
+    loader = torch.utils.data.DataLoader(data, sampler=sampler, batch_size=4)
+    assert_refused(lambda: make_trainer(train_dataset=loader), PrivacyConfigError, "Poisson", "map-style")
