@@ -4,8 +4,9 @@
     python benchmarks/step.py --models tiny --repeats 9
 
 "same passes" is a batched forward and backward for the stream's own parameters: no per-sample gradients, no clipping,
-no noise. All variants run interleaved in one process; times are medians, ratios are medians of the repeats' ratios. Memory
-is the peak of resident memory above that before the call (Linux only).
+no noise. All variants run interleaved in one process on one thread; times are CPU time (what else the machine does
+matters less so), medians over the repeats; ratios are medians of the repeats' ratios. Memory is the peak of resident
+memory above that before the call (Linux only).
 """
 
 from __future__ import annotations
@@ -66,14 +67,14 @@ def resident(peak: bool) -> int:
 
 
 def measure(run: Callable[[], None]) -> tuple[float, int]:
-    """Seconds and extra peak memory (MB) of one call."""
+    """CPU seconds and extra peak memory (MB) of one call."""
     reset = Path("/proc/self/clear_refs")
     if reset.exists():
         reset.write_text("5")
     before = resident(False)
-    start = time.perf_counter()
+    start = time.process_time()
     run()
-    return time.perf_counter() - start, resident(True) - before
+    return time.process_time() - start, resident(True) - before
 
 
 def steady_allocator() -> None:
@@ -116,13 +117,12 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
     parser.add_argument("--engines", nargs="+", default=[e for e in ENGINES if e != "reference"], choices=list(ENGINES))
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--csv", type=Path, default=None)
     parser.add_argument("--peers", action="store_true", help="Opacus too, on the shared stream")
     args = parser.parse_args()
     steady_allocator()
     warnings.simplefilter("ignore")
-    torch.set_num_threads(args.threads)
+    torch.set_num_threads(1)
     rows = []
     for name in args.models:
         torch.manual_seed(0)
