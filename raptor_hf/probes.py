@@ -124,9 +124,11 @@ def probe_model(
     buffers = {name: value.clone() for name, value in model.named_buffers()}
     with _train_mode(model), torch.random.fork_rng():
         try:
-            before = _values(model, wide, tokens, mode)
+            before, reached = _values(model, wide, tokens, mode)
+            if not reached:
+                findings.append(_UNREACHED)
             for name, (changed, tolerance) in variants.items():
-                after = _values(model, changed, tokens, mode)
+                after, _ = _values(model, changed, tokens, mode)
                 moved = [what for what in before if not _close(before[what], after[what], tolerance[dtype])]
                 if moved:
                     findings.append(_leak(moved, name))
@@ -160,6 +162,15 @@ def probe_model(
     return findings
 
 
+_UNREACHED = Finding(
+    "No gradient reaches the adapters of the shared stream",
+    "They would be trained on noise alone, and the budget spent for nothing",
+    "Switch reentrant checkpointing off (`model.gradient_checkpointing_disable()`, then "
+    '`activation_checkpointing=True` with `grad_sample_mode="hooks"`), and look for layers that detach',
+    kind=UnsupportedModelError,
+)
+
+
 def _leak(moved: list[str], name: str) -> Finding:
     others = "other records" if name == "neighbours" else "the amount of padding (or the number of records)"
     return Finding(
@@ -172,8 +183,9 @@ def _leak(moved: list[str], name: str) -> Finding:
     )
 
 
-def _values(model: nn.Module, batch: Batch, tokens: int, mode: str) -> dict[str, torch.Tensor]:
-    """Record 0's logits, and its gradients in both streams."""
+def _values(model: nn.Module, batch: Batch, tokens: int, mode: str) -> tuple[dict[str, torch.Tensor], bool]:
+    """Record 0's logits and its gradients in both streams; does any gradient reach the shared stream's adapters?"""
+    layout, reached = model.raptor_adapters.layout, False
     torch.manual_seed(0)
     with torch.no_grad():
         logits = model(**model_inputs(model, batch)).logits[0]
@@ -183,8 +195,9 @@ def _values(model: nn.Module, batch: Batch, tokens: int, mode: str) -> dict[str,
         owner = torch.zeros(size, dtype=torch.long, device=logits.device) if stream == "expert" else None
         torch.manual_seed(0)
         grads = per_sample_gradients(model, batch, parameters, mode=mode, owner=owner)
+        reached |= any(bool(g.any()) for name, g in grads.items() if layout.role(name) == "shared")
         found[f"gradient ({stream} stream)"] = torch.cat([g[0].detach().flatten() for g in grads.values()])
-    return found
+    return found, reached
 
 
 def _close(one: torch.Tensor, other: torch.Tensor, tolerance: float) -> bool:

@@ -257,6 +257,16 @@ def test_an_engine_that_fails_is_a_finding():
     assert not any("fails" in f.what for f in probe_model(model, collate(RECORDS), mode="hooks"))
 
 
+@pytest.mark.parametrize("mode", ["hooks", "reference"])
+def test_adapters_that_no_gradient_reaches(mode):
+    """Reentrant checkpointing switched on by hand: its inputs need no gradient, so nothing inside gets one."""
+    model = attached()
+    model.gradient_checkpointing_enable({"use_reentrant": True})
+    only(probe_model(model, collate(RECORDS), mode=mode), "error", "no gradient reaches", "reentrant")
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    assert probe_model(model, collate(RECORDS), mode=mode) == []
+
+
 # ---- Collators ----
 
 
