@@ -20,6 +20,7 @@ from unittest.mock import patch
 import numpy as np
 import torch
 
+import raptor_hf.distributed as distributed
 import raptor_hf.privacy.clipping as clipping
 import raptor_hf.streams as streams
 import raptor_hf.trainer as trainer_module
@@ -296,8 +297,8 @@ def wrong_owner():
     def broken(*args, **kwargs):
         return (original(*args, **kwargs) + 1) % 4
 
-    original = trainer_module.owner_map
-    return patch.object(trainer_module, "owner_map", broken)
+    original = distributed.owner_map
+    return patch.object(distributed, "owner_map", broken)
 
 
 @mutation
