@@ -22,20 +22,25 @@ _HOME = {
     "ReleaseError": "errors",
     "SwitchTransformersForSequenceClassification": "models",
     "UnsupportedModelError": "errors",
+    "VerificationReport": "hub",
     "attach_adapters": "moe",
     "calibrate_noise_multipliers": "privacy",
     "check_model": "checks",
     "clip_and_sum": "privacy.clipping",
     "compute_epsilon": "privacy",
+    "export_release": "hub",
     "find_moe_layout": "moe",
     "load_adapter": "moe",
+    "load_release": "hub",
     "owner_distribution": "moe",
     "owner_map": "moe",
     "per_sample_gradients": "grad_sample",
+    "push_release": "hub",
     "register_moe_layout": "moe",
     "routing_table": "moe",
     "select_layer": "moe",
     "stream_parameters": "moe",
+    "verify_release": "hub",
 }
 
 __all__ = [
@@ -50,21 +55,26 @@ __all__ = [
     "ReleaseError",
     "SwitchTransformersForSequenceClassification",
     "UnsupportedModelError",
+    "VerificationReport",
     "__version__",
     "attach_adapters",
     "calibrate_noise_multipliers",
     "check_model",
     "clip_and_sum",
     "compute_epsilon",
+    "export_release",
     "find_moe_layout",
     "load_adapter",
+    "load_release",
     "owner_distribution",
     "owner_map",
     "per_sample_gradients",
+    "push_release",
     "register_moe_layout",
     "routing_table",
     "select_layer",
     "stream_parameters",
+    "verify_release",
 ]
 
 if TYPE_CHECKING:
@@ -73,6 +83,7 @@ if TYPE_CHECKING:
     from raptor_hf.config import RaptorConfig
     from raptor_hf.errors import PrivacyConfigError, ReleaseError, UnsupportedModelError
     from raptor_hf.grad_sample import per_sample_gradients
+    from raptor_hf.hub import VerificationReport, export_release, load_release, push_release, verify_release
     from raptor_hf.models import SwitchTransformersForSequenceClassification
     from raptor_hf.moe import (
         LayerSelection,

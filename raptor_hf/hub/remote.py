@@ -1,0 +1,124 @@
+"""Reading a release from a folder or from the Hub, file by allowed file."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from raptor_hf.errors import ReleaseError
+from raptor_hf.hub.contents import ALLOWED, HUB_FILES
+
+__all__ = ["Snapshot", "hub_errors", "is_transient", "open_release", "status_of"]
+
+_TOOLS = (".git/", ".cache/huggingface/")
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A release at one moment.
+
+    Attributes:
+        source: as given. revision: commit on the Hub, None for a folder. folder: where the allowed files lie.
+        names: of all files, foreign ones too. files: contents of the allowed ones.
+    """
+
+    source: str
+    revision: str | None
+    folder: Path
+    names: tuple[str, ...]
+    files: dict[str, bytes]
+
+
+def status_of(problem: BaseException) -> int | None:
+    """HTTP status of an error of the Hub's client."""
+    return getattr(getattr(problem, "response", None), "status_code", None)
+
+
+def is_transient(problem: BaseException) -> bool:
+    """True for what may succeed when it is tried again: lost connections, timeouts, 5xx, 429."""
+    status = status_of(problem)
+    if status is not None:
+        return status >= 500 or status in (408, 429)
+    # the client's own transport errors; the library under it has changed its name before
+    return type(problem).__module__.split(".")[0] in ("httpx", "httpx2", "httpcore", "requests", "urllib3") or (
+        isinstance(problem, (ConnectionError, TimeoutError))
+    )
+
+
+@contextmanager
+def hub_errors(repo_id: str, doing: str) -> Iterator[None]:
+    """Errors of the Hub's client as three-part errors."""
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled
+
+    try:
+        yield
+    except HFValidationError as problem:
+        raise ReleaseError(
+            f"`{repo_id}` was given", "It is no folder here and no valid Hub id", "Give a folder or `owner/name`"
+        ) from problem
+    except OfflineModeIsEnabled as problem:
+        raise ReleaseError(
+            f"{doing} `{repo_id}` failed: offline mode is on", "The Hub cannot be asked", "Unset `HF_HUB_OFFLINE`"
+        ) from problem
+    except HfHubHTTPError as problem:
+        status = status_of(problem)
+        advice = {
+            401: "Log in (`hf auth login`) or pass `token`; check the name, as a private repository looks missing",
+            403: "Use a token with write access to this repository, and accept its terms if it is gated",
+            404: "Check the name and the revision; for a private repository log in or pass `token`",
+        }
+        raise ReleaseError(
+            f"{doing} `{repo_id}` failed with HTTP status {status}",
+            f"The Hub answered: {str(problem).strip().splitlines()[-1][:200]}",
+            advice.get(status or 0, "Try again later"),
+        ) from problem
+    except LocalEntryNotFoundError as problem:
+        raise ReleaseError(
+            f"{doing} `{repo_id}` failed", "The Hub cannot be reached and the cache has no copy", "Try again later"
+        ) from problem
+    except Exception as problem:
+        if not is_transient(problem):
+            raise
+        raise ReleaseError(
+            f"{doing} `{repo_id}` failed ({type(problem).__name__})", "The connection was lost", "Try again later"
+        ) from problem
+
+
+def open_release(
+    path_or_repo: str | os.PathLike, *, revision: str | None = None, token: str | bool | None = None
+) -> Snapshot:
+    """Read a release. From the Hub only files on the allow-list are downloaded, all at one commit.
+
+    Raises:
+        ReleaseError: it cannot be found or read.
+    """
+    path = Path(path_or_repo)
+    if path.is_dir():
+        return _read_folder(str(path_or_repo), path)
+    repo_id = str(path_or_repo)
+    if revision is None and "@" in repo_id:
+        repo_id, _, revision = repo_id.partition("@")
+    from huggingface_hub import HfApi, hf_hub_download
+
+    with hub_errors(repo_id, "Reading"):
+        api = HfApi(token=token)
+        commit = api.model_info(repo_id, revision=revision).sha
+        assert commit is not None  # the Hub always says
+        entries = api.list_repo_tree(repo_id, recursive=True, revision=commit)
+        names = tuple(sorted(entry.path for entry in entries if hasattr(entry, "size")))
+        local = {n: hf_hub_download(repo_id, n, revision=commit, token=token) for n in names if n in ALLOWED}
+    files = {name: Path(place).read_bytes() for name, place in local.items()}
+    folder = Path(next(iter(local.values()))).parent if local else Path()
+    return Snapshot(repo_id, commit, folder, names, files)
+
+
+def _read_folder(source: str, path: Path) -> Snapshot:
+    names = sorted(
+        item.relative_to(path).as_posix() for item in path.rglob("*") if item.is_symlink() or not item.is_dir()
+    )
+    names = [name for name in names if not name.startswith(_TOOLS)]
+    files = {name: (path / name).read_bytes() for name in names if name in ALLOWED}
+    return Snapshot(source, None, path, tuple(n for n in names if n not in HUB_FILES), files)
