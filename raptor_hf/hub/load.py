@@ -59,7 +59,7 @@ def load_release(
 
 
 def _base(snapshot: Snapshot, base_model: str | os.PathLike | None, token: Any, options: dict[str, Any]) -> nn.Module:
-    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSequenceClassification
 
     import raptor_hf.models  # noqa: F401 (registers what transformers lacks with the Auto classes)
     from raptor_hf.assets import tiny_switch_path
@@ -79,6 +79,8 @@ def _base(snapshot: Snapshot, base_model: str | os.PathLike | None, token: Any, 
         base_model = tiny_switch_path()
     if task["pipeline_tag"] == "text-generation":
         return AutoModelForCausalLM.from_pretrained(base_model, **options)
+    if task["pipeline_tag"] == "image-text-to-text":
+        return AutoModelForImageTextToText.from_pretrained(base_model, **options)
     labels = task["labels"]
     return AutoModelForSequenceClassification.from_pretrained(
         base_model,

@@ -74,7 +74,9 @@ def export_release(
     files[WEIGHTS] = _serialise(files[WEIGHTS])
     files[ADAPTER_CONFIG] = _adapter_config(config, found, base)
     files[STATEMENT] = (statement.to_json() + "\n").encode()
-    task = _task(model, found, labels)
+    task = _task(
+        model, found, labels, images=not {"processor_config.json", "preprocessor_config.json"}.isdisjoint(files)
+    )
     manifest = {
         "schema_version": MANIFEST_VERSION,
         "base_model": base,
@@ -241,10 +243,10 @@ def _name_base(statement: PrivacyStatement, base: Mapping[str, str | None]) -> P
     return dataclasses.replace(statement, base_model=name)
 
 
-def _task(model: Any, found: AdapterContents, labels: Sequence[str] | None) -> dict[str, Any]:
+def _task(model: Any, found: AdapterContents, labels: Sequence[str] | None, images: bool) -> dict[str, Any]:
     """What the head is for: enough to build the base model with a head of that size."""
     if found.head == "lm_head":
-        return {"pipeline_tag": "text-generation", "head": "lm_head"}
+        return {"pipeline_tag": "image-text-to-text" if images else "text-generation", "head": "lm_head"}
     config = getattr(model, "config", None)
     count = found.num_outputs
     names = (
