@@ -148,7 +148,11 @@ def _tied(model: nn.Module, layout: MoELayout) -> list[Finding]:
             kind=UnsupportedModelError,
         )
         for parameter, names in tied_or_shared(model).items()
-        if (parameter.requires_grad if attached else any(layout.role(name) == "head" for name in names))
+        if (
+            parameter.requires_grad
+            if attached
+            else layout.trains_head and any(layout.role(name) == "head" for name in names)
+        )
     ]
 
 

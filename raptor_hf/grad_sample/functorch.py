@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
 from torch import nn
@@ -20,6 +21,22 @@ def _single(record: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {key: value.unsqueeze(0) for key, value in record.items()}
 
 
+@contextmanager
+def _plain_attention(model: nn.Module) -> Iterator[None]:
+    """Attention as ordinary operations: the fused kernels read padding masks in ways that vmap cannot follow."""
+    configs = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}
+    before = [(c, getattr(c, "_attn_implementation_internal", None)) for c in configs.values()]
+    for config, name in before:
+        if name is not None:
+            config._attn_implementation_internal = "eager"
+    try:
+        yield
+    finally:
+        for config, name in before:
+            if name is not None:
+                config._attn_implementation_internal = name
+
+
 def functorch_gradients(
     model: nn.Module,
     batch: Mapping[str, torch.Tensor],
@@ -30,7 +47,7 @@ def functorch_gradients(
     """See `per_sample_gradients`. Expert stream: the gradients of each record's owner, (b, *shape[1:])."""
     records = dict(batch)
     # An outer graph would be recorded for every parameter that requires grad; `grad` works at its own level.
-    with torch.no_grad():
+    with torch.no_grad(), _plain_attention(model):
         if owner is None:
             refuse_experts(model, parameters)
             primals = {name: p.detach() for name, p in parameters.items()}

@@ -18,7 +18,7 @@ from torch import nn
 from transformers.utils import ModelOutput
 
 from raptor_hf.errors import UnsupportedModelError
-from raptor_hf.grad_sample.losses import LossFn
+from raptor_hf.grad_sample.losses import LossFn, model_loss
 from raptor_hf.grad_sample.outer import OuterProducts
 from raptor_hf.grad_sample.owners import protected_block, refuse_experts
 from raptor_hf.moe.block import kernel_mode
@@ -147,49 +147,37 @@ def _losses(model: nn.Module, batch: Mapping[str, torch.Tensor], loss_fn: LossFn
     logits = model(**inputs).logits
 
     def one(record_logits: torch.Tensor, record: dict[str, torch.Tensor]) -> torch.Tensor:
-        def forward(**single: Any) -> ModelOutput:
-            # fp32 as in the models' own losses: the logits may come from autocast
-            row = record_logits.unsqueeze(0)
-            row = row if row.dtype == torch.float64 else row.float()
-            labels = single.get(_LABELS)
-            loss = None
-            if labels is not None:
-                loss = model.loss_function(
-                    labels=labels,
-                    logits=row,
-                    pooled_logits=row,
-                    config=model.config,
-                    vocab_size=getattr(model.config, "vocab_size", None),
-                )
-            return ModelOutput(loss=loss, logits=row)
-
+        forward = partial(_from_logits, model, record_logits.unsqueeze(0))
         return loss_fn(forward, {key: value.unsqueeze(0) for key, value in record.items()})
 
     losses = torch.func.vmap(one, randomness="different")(logits, dict(batch))
     if not getattr(model, "_raptor_loss_checked", False):
-        _check_loss(model, batch, one, logits)
+        _check_loss(model, batch)
         model._raptor_loss_checked = True  # type: ignore[assignment]
     return losses
 
 
-@torch.no_grad()
-def _check_loss(model: nn.Module, batch: Mapping[str, torch.Tensor], one: Any, logits: torch.Tensor) -> None:
-    from raptor_hf.grad_sample.losses import model_loss
+def _from_logits(model: nn.Module, logits: torch.Tensor, **record: Any) -> ModelOutput:
+    """What the model would return for one record, from its logits."""
+    # fp32 as in the models' own losses: the logits may come from autocast
+    logits = logits if logits.dtype == torch.float64 else logits.float()
+    labels = record.get(_LABELS)
+    if labels is None:
+        return ModelOutput(loss=None, logits=logits)
+    size = getattr(model.config, "vocab_size", None)
+    loss = model.loss_function(labels=labels, logits=logits, pooled_logits=logits, config=model.config, vocab_size=size)
+    return ModelOutput(loss=loss, logits=logits)
 
+
+@torch.no_grad()
+def _check_loss(model: nn.Module, batch: Mapping[str, torch.Tensor]) -> None:
     record = {key: value[:1] for key, value in batch.items()}
     training = model.training
     model.eval()
     try:
-        alone = model(**record)
-        wanted = model_loss(lambda **_: alone, record)
-        row = alone.logits if alone.logits.dtype == torch.float64 else alone.logits.float()
-        found = model.loss_function(
-            labels=record[_LABELS],
-            logits=row,
-            pooled_logits=row,
-            config=model.config,
-            vocab_size=getattr(model.config, "vocab_size", None),
-        )
+        alone = model(**{key: value for key, value in record.items() if key != _LABELS}).logits
+        wanted = model_loss(model, record)
+        found = model_loss(partial(_from_logits, model, alone), record)
     finally:
         model.train(training)
     if not torch.allclose(found.double(), wanted.double(), rtol=1e-3, atol=1e-5, equal_nan=True):

@@ -9,7 +9,7 @@ import torch
 
 from raptor_hf.errors import PrivacyConfigError
 
-__all__ = ["Forward", "LossFn", "model_loss", "residual_weighted"]
+__all__ = ["IGNORED", "Forward", "LossFn", "model_loss", "residual_weighted"]
 
 Forward = Callable[..., Any]
 """Keyword inputs of a batch of one record -> the model's outputs."""
@@ -18,8 +18,31 @@ LossFn = Callable[[Forward, Mapping[str, torch.Tensor]], torch.Tensor]
 """(forward, batch of one record) -> that record's scalar loss."""
 
 
+IGNORED = -100
+"""The label of a token that is not supervised."""
+
+
 def model_loss(forward: Forward, record: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """The loss that the model itself computes from `labels`: for a batch of one, the record's own mean loss."""
+    """The loss that the model itself computes from `labels`: for a batch of one, the record's own mean loss.
+
+    Token labels (1, T) are those of a causal language model, which predicts token t + 1 at token t: the mean is over
+    the record's own labels from the second token on that are not -100. A record without any has loss zero and
+    gradient zero.
+    """
+    labels = record.get("labels")
+    if labels is None or labels.dim() != 2 or labels.is_floating_point():
+        return _loss(forward, record)
+    if labels.shape[1] < 2:
+        logits = forward(**{key: value for key, value in record.items() if key != "labels"}).logits
+        return (logits * 0.0).sum()
+    supervised = (labels[:, 1:] != IGNORED).any()
+    # the mean over no token is NaN, and so is its gradient: such a record is given labels, and then the factor zero
+    labels = torch.where(supervised, labels, torch.zeros_like(labels))
+    loss = _loss(forward, {**record, "labels": labels})
+    return loss * supervised
+
+
+def _loss(forward: Forward, record: Mapping[str, torch.Tensor]) -> torch.Tensor:
     loss = forward(**record).get("loss")
     if loss is None:
         raise PrivacyConfigError(

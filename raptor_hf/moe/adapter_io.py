@@ -16,19 +16,45 @@ from raptor_hf.errors import PrivacyConfigError
 from raptor_hf.moe.block import PROJECTIONS
 from raptor_hf.moe.lora import AdapterPlan, adapter_plan, attach_adapters
 
-__all__ = ["adapter_state_dict", "load_adapter", "save_adapter"]
+__all__ = ["adapter_state_dict", "check_loaded", "load_adapter", "save_adapter"]
 
+# Names that PEFT's conversion for "qwen2_moe" and "mixtral" checkpoints looks for at the end of a target.
+_REWRITTEN = ("gate_proj", "up_proj", "down_proj", "gate", "w1", "w2", "w3")
 WEIGHTS, PREFIX = "adapter_model.safetensors", "base_model.model."
 
 
-def _expert_paths(plan: AdapterPlan) -> dict[tuple[str, int], str]:
-    """(projection of the block, expert) -> path of that expert's linear layer in the base model."""
+def _expert_keys(plan: AdapterPlan) -> dict[tuple[str, int], str]:
+    """(projection of the block, expert) -> path of that expert's linear layer; empty where experts are stacked."""
     family, layer = plan.layout.family, plan.protected
+    if family.expert_parameters is not None:
+        return {}
     return {
         (ours, expert): f"{layer.name}." + family.expert_module.format(expert=expert, projection=theirs)
         for ours, theirs in zip(PROJECTIONS, family.expert_projections, strict=True)
         for expert in range(layer.num_experts)
     }
+
+
+def _stacked_keys(plan: AdapterPlan) -> dict[str, str]:
+    """Projection -> where PEFT keeps its adapter: it wraps the module once for each parameter, the last one outside."""
+    if plan.layout.family.expert_parameters is None:
+        return {}
+    path = f"{plan.protected.name}.{plan.protected.experts_path}"
+    return {"first": f"{path}.base_layer", "second": path}
+
+
+def _to_peft(kind: str, stacked: torch.Tensor) -> torch.Tensor:
+    """(E, r, in) -> (E r, in), expert-major; (E, out, r) -> (out, r E), rank-major."""
+    if kind == "lora_A":
+        return stacked.flatten(0, 1)
+    return stacked.permute(1, 2, 0).flatten(1)
+
+
+def _from_peft(kind: str, value: torch.Tensor, experts: int) -> torch.Tensor:
+    """The inverse of `_to_peft`."""
+    if kind == "lora_A":
+        return value.unflatten(0, (experts, -1))
+    return value.unflatten(1, (-1, experts)).permute(2, 0, 1)
 
 
 def adapter_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -40,22 +66,41 @@ def adapter_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
         state[f"{PREFIX}{path}.lora_A.weight"] = module.lora_A
         state[f"{PREFIX}{path}.lora_B.weight"] = module.lora_B
     adapters = model.get_submodule(plan.protected.name).expert_adapters
-    for (projection, expert), path in _expert_paths(plan).items():
-        state[f"{PREFIX}{path}.lora_A.weight"] = adapters[projection].lora_A[expert]
-        state[f"{PREFIX}{path}.lora_B.weight"] = adapters[projection].lora_B[expert]
-    for name, parameter in model.get_submodule(plan.layout.head).named_parameters():
+    for kind in ("lora_A", "lora_B"):
+        for (projection, expert), path in _expert_keys(plan).items():
+            state[f"{PREFIX}{path}.{kind}.weight"] = getattr(adapters[projection], kind)[expert]
+        for projection, path in _stacked_keys(plan).items():
+            state[f"{PREFIX}{path}.{kind}.weight"] = _to_peft(kind, getattr(adapters[projection], kind))
+    for name, parameter in _head(model, plan):
         state[f"{PREFIX}{plan.layout.head}.{name}"] = parameter
     return {key: value.detach().cpu().clone().contiguous() for key, value in state.items()}
 
 
+def _head(model: nn.Module, plan: AdapterPlan) -> list[tuple[str, nn.Parameter]]:
+    """The trained head's parameters; none of an LM head's."""
+    if not plan.layout.trains_head:
+        return []
+    return list(model.get_submodule(plan.layout.head).named_parameters())
+
+
 def peft_config(model: nn.Module) -> LoraConfig:
-    """A `LoraConfig` whose targets are the exact module paths that carry adapters."""
+    """A `LoraConfig` whose targets are the exact paths of the modules and stacked parameters that carry adapters.
+
+    PEFT turns every target that ends in one of `_REWRITTEN` into the routed experts (or the router) of *all* layers,
+    for most families of stacked experts. Such layers, e.g. shared experts, are named by their weight instead.
+    """
     plan = adapter_plan(model)
+    stacked = plan.layout.family.expert_parameters
+    weights = [path for path in plan.shared_targets if stacked and path.rpartition(".")[2] in _REWRITTEN]
     return LoraConfig(
         r=plan.rank,
         lora_alpha=plan.alpha,
-        target_modules=sorted([*plan.shared_targets, *_expert_paths(plan).values()]),
-        modules_to_save=[plan.layout.head],
+        target_modules=sorted({*plan.shared_targets, *_expert_keys(plan).values()} - set(weights)),
+        target_parameters=sorted(
+            [f"{path}.weight" for path in weights] + [f"{plan.protected.name}.{name}" for name in stacked or ()]
+        )
+        or None,
+        modules_to_save=[plan.layout.head] if plan.layout.trains_head else None,
         base_model_name_or_path=getattr(model, "name_or_path", None) or None,
         inference_mode=True,
     )
@@ -96,8 +141,10 @@ def load_adapter(model: nn.Module, directory: str | os.PathLike) -> nn.Module:
         config = LoraConfig.from_pretrained(str(path))
         layout = find_moe_layout(model)
         layer = _protected_layer(saved, layout)
-        experts = f"{layout.layer(layer).name}."
-        config.target_modules = sorted(t for t in config.target_modules if not t.startswith(experts))
+        experts = f"{layout.layer(layer).name}.{layout.layer(layer).experts_path}."
+        named = {*config.target_modules, *(t.removesuffix(".weight") for t in config.target_parameters or ())}
+        config.target_modules = sorted(target for target in named if not target.startswith(experts))
+        config.target_parameters = None
         attach_adapters(model, config, layer)
     plan = adapter_plan(model)
     expected = adapter_state_dict(model)
@@ -116,12 +163,39 @@ def load_adapter(model: nn.Module, directory: str | os.PathLike) -> nn.Module:
             module.lora_A.copy_(saved[f"{PREFIX}{target}.lora_A.weight"])
             module.lora_B.copy_(saved[f"{PREFIX}{target}.lora_B.weight"])
         adapters = model.get_submodule(plan.protected.name).expert_adapters
-        for (projection, expert), target in _expert_paths(plan).items():
-            adapters[projection].lora_A[expert].copy_(saved[f"{PREFIX}{target}.lora_A.weight"])
-            adapters[projection].lora_B[expert].copy_(saved[f"{PREFIX}{target}.lora_B.weight"])
-        for name, parameter in model.get_submodule(plan.layout.head).named_parameters():
+        for kind in ("lora_A", "lora_B"):
+            for (projection, expert), target in _expert_keys(plan).items():
+                getattr(adapters[projection], kind)[expert].copy_(saved[f"{PREFIX}{target}.{kind}.weight"])
+            for projection, target in _stacked_keys(plan).items():
+                stacked = getattr(adapters[projection], kind)
+                stacked.copy_(_from_peft(kind, saved[f"{PREFIX}{target}.{kind}.weight"], len(stacked)))
+        for name, parameter in _head(model, plan):
             parameter.copy_(saved[f"{PREFIX}{plan.layout.head}.{name}"])
     return model
+
+
+def check_loaded(model: nn.Module, directory: str | os.PathLike) -> None:
+    """Refuse a model into which PEFT put adapters elsewhere than the file's: exactly the intended tensors carry them.
+
+    Args:
+        model: what `peft.PeftModel.from_pretrained(base, directory)` returned.
+
+    Raises:
+        PrivacyConfigError: an adapter or a trained head sits on another tensor, or one is missing.
+    """
+    saved = set(load_file(Path(directory) / WEIGHTS))
+    carried = set()
+    for name, _ in model.named_parameters():
+        if ".lora_" in name or ".modules_to_save." in name:
+            carried.add(name.replace(".default", "").replace(".modules_to_save", ""))
+    if wrong := sorted(saved ^ carried):
+        what = "is in the file and not on the model" if wrong[0] in saved else "carries an adapter that is not saved"
+        raise PrivacyConfigError(
+            f"`{wrong[0]}` {what}",
+            "PEFT matched the adapter's targets with other tensors, and the model computes something else than what "
+            "was trained",
+            "Load it with `raptor_hf.moe.load_adapter`",
+        )
 
 
 def _save_pretrained(

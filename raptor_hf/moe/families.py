@@ -11,10 +11,11 @@ from transformers.models.switch_transformers.modeling_switch_transformers import
 
 from raptor_hf.errors import UnsupportedModelError
 from raptor_hf.moe.block import SparseBlock, SwitchSparseBlock
-from raptor_hf.moe.layout import MoEFamily, SparseLayer, register_moe_layout
+from raptor_hf.moe.fused import ATTENTION, find_fused_layers, fused_family
+from raptor_hf.moe.layout import MoEFamily, SparseLayer, refuse_moe_layout, register_moe_layout, tell_by_structure
 from raptor_hf.moe.routing import Routing
 
-__all__ = ["SWITCH"]
+__all__ = ["FUSED", "REFUSED", "SWITCH"]
 
 _BLOCK = re.compile(r"(?:^|\.)block\.(\d+)\.")
 
@@ -78,3 +79,82 @@ SWITCH = register_moe_layout(
         switch_off=_switch_off,
     )
 )
+
+# ---- Stacked experts ----
+
+MLA = ("q_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
+
+# Model types that the tests go through one by one: how the router ranks experts, and the attention's linear layers.
+FUSED = {
+    "olmoe": ("logits", ATTENTION),
+    "mixtral": ("logits", ATTENTION),
+    "qwen2_moe": ("logits", ATTENTION),
+    "qwen3_moe": ("logits", ATTENTION),
+    "deepseek_v2": ("logits", MLA),
+    "deepseek_v3": ("sigmoid", MLA),
+    "deepseek_ocr2_text": ("logits", ATTENTION),
+    "glm4_moe": ("sigmoid", ATTENTION),
+    "dots1": ("sigmoid", ATTENTION),
+    "ernie4_5_moe": ("softmax", ATTENTION),
+    "hunyuan_v1_moe": ("logits", ATTENTION),
+    "granitemoe": ("logits", ATTENTION),
+    "granitemoeshared": ("logits", ATTENTION),
+    "flex_olmo": ("logits", ATTENTION),
+}
+for _name, (_score, _targets) in FUSED.items():
+    register_moe_layout(fused_family(_name, shared_targets=_targets, score=_score))
+
+
+def _by_structure(model: nn.Module) -> MoEFamily | None:
+    """Decorated experts of an unregistered model type. Nothing is assumed about how its router ranks experts."""
+    if not find_fused_layers(model):
+        return None
+    linears = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    targets = tuple(name for name in dict.fromkeys((*ATTENTION, *MLA)) if name in linears)
+    return fused_family(model.config.model_type, shared_targets=targets or ATTENTION)
+
+
+tell_by_structure(_by_structure)
+
+_OTHER = "Use a family of the table in docs/families.md"
+REFUSED = {
+    "phimoe": (
+        "Its router draws experts at random in training and estimates the gradient of the draw: chance would decide "
+        "which expert a record's gradient reaches",
+        _OTHER,
+    ),
+    "minimax": (
+        "Its linear attention carries a state over blocks of tokens with loops and in-place writes that "
+        "`torch.func.vmap` cannot follow, so per-record gradients of it cannot be checked against a batch",
+        _OTHER,
+    ),
+    "llama4": (
+        "It multiplies the *inputs* of all experts by their scores and computes every expert for every token; the "
+        "kernel weights outputs",
+        _OTHER,
+    ),
+    "jetmoe": (
+        "Its attention is a mixture of experts too: a record has two sets of experts in one layer, and one owner "
+        "cannot stand for both",
+        _OTHER,
+    ),
+    "dbrx": ("Its experts are one matrix of all experts' rows, in a layout that the kernel does not read", _OTHER),
+    "nllb-moe": (
+        "In training it counts expert capacity over the whole batch: which expert a token reaches depends on the "
+        "other records",
+        _OTHER,
+    ),
+    "longcat_flash": (
+        "Its router also chooses experts that only copy their input, and each layer has two attention blocks around "
+        "one set of experts",
+        _OTHER,
+    ),
+    "gpt_oss": (
+        "Its experts are stored transposed, interleaved and with biases, which neither the kernel nor the export of "
+        "adapters covers",
+        _OTHER,
+    ),
+}
+REFUSED["llama4_text"] = REFUSED["llama4"]
+for _name, (_why, _instead) in REFUSED.items():
+    refuse_moe_layout(_name, _why, _instead)

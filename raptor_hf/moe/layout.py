@@ -47,6 +47,8 @@ class MoEFamily:
         shared_targets: names of the attention projections that get LoRA by default.
         expert_module: path of one projection of one expert, relative to the block, as a format string with the
             fields `expert` and `projection`; `expert_projections` are the values of `projection`, in order.
+        expert_parameters: instead of those two, for experts that are stacked: paths, relative to the block, of the
+            two (E, out, in) parameters.
         head: attribute name of the trainable head.
         switch_off: sets what must be off in train mode (jitter, dropout inside experts); returns what it changed.
     """
@@ -57,25 +59,71 @@ class MoEFamily:
     wrap_block: Callable[[nn.Module], nn.Module]
     read_routing: Callable
     shared_targets: tuple[str, ...]
-    expert_module: str
-    expert_projections: tuple[str, str]
+    expert_module: str = ""
+    expert_projections: tuple[str, str] = ("", "")
+    expert_parameters: tuple[str, str] | None = None
     head: str = "score"
     switch_off: Callable[[nn.Module], list[str]] = lambda _model: []
 
 
 _FAMILIES: dict[str, MoEFamily] = {}
+# Families that are refused whatever their structure looks like: model type -> why, and what to do instead.
+_REFUSED: dict[str, tuple[str, str]] = {}
+# From a model of an unregistered type to a family that its structure tells, or None.
+_BY_STRUCTURE: list[Callable[[nn.Module], MoEFamily | None]] = []
 
 
 def register_moe_layout(family: MoEFamily) -> MoEFamily:
     """Add (or replace) a family for all its `model_types`."""
     for model_type in family.model_types:
         _FAMILIES[model_type] = family
+        _REFUSED.pop(model_type, None)
     return family
+
+
+def refuse_moe_layout(model_type: str, why: str, instead: str) -> None:
+    """Refuse a family by name, with the reason and what to do instead."""
+    _REFUSED[model_type] = (why, instead)
+
+
+def tell_by_structure(tell: Callable[[nn.Module], MoEFamily | None]) -> None:
+    """Add a function that tells the family of an unregistered model type, or None."""
+    _BY_STRUCTURE.append(tell)
+
+
+def _family_of(model: nn.Module) -> MoEFamily:
+    model_type = getattr(getattr(model, "config", None), "model_type", None)
+    if model_type in _REFUSED:
+        why, instead = _REFUSED[model_type]
+        raise UnsupportedModelError(f"`{type(model).__name__}` (model type {model_type!r}) was given", why, instead)
+    family = _FAMILIES.get(model_type or "")
+    for tell in _BY_STRUCTURE if family is None else ():
+        family = family or tell(model)
+    if family is None:
+        raise UnsupportedModelError(
+            f"`{type(model).__name__}` (model type {model_type!r}) was given",
+            "No family registered with raptor_hf tells where its routers and routed experts are, nor does its "
+            "structure (a dense model has none), so records cannot be given an owner expert; registered: "
+            f"{', '.join(sorted(_FAMILIES))}",
+            "Use a sparse Mixture-of-Experts model of a registered family, or add one with `register_moe_layout`",
+        )
+    return family
+
+
+def _head_of(model: nn.Module, family: MoEFamily) -> str:
+    """The family's task head, or the LM head of a model that has no other."""
+    output = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    if hasattr(model, family.head) or output is None:
+        return family.head
+    return next((name for name, module in model.named_modules() if module is output), family.head)
 
 
 @dataclass(frozen=True)
 class MoELayout:
-    """The sparse layers of a model and the role of each of its parameters."""
+    """The sparse layers of a model and the role of each of its parameters.
+
+    Attributes: head: path of the task head, or of the LM head, which stays frozen (see `trains_head`).
+    """
 
     family: MoEFamily
     sparse_layers: list[SparseLayer]
@@ -89,6 +137,11 @@ class MoELayout:
             if name.startswith(prefix):
                 return role
         return "shared"
+
+    @property
+    def trains_head(self) -> bool:
+        """A task head is part of the shared stream; an LM head stays as it is, often tied to the embeddings."""
+        return self.head == self.family.head
 
     def layer(self, index: int) -> SparseLayer:
         """The sparse layer of block `index`; raises `UnsupportedModelError` when that block is not sparse."""
@@ -110,15 +163,7 @@ def find_moe_layout(model: nn.Module) -> MoELayout:
     Raises:
         UnsupportedModelError: the model is dense, or of a family that is not registered.
     """
-    model_type = getattr(getattr(model, "config", None), "model_type", None)
-    family = _FAMILIES.get(model_type or "")
-    if family is None:
-        raise UnsupportedModelError(
-            f"`{type(model).__name__}` (model type {model_type!r}) was given",
-            "No family registered with raptor_hf tells where its routers and routed experts are (a dense model has "
-            f"none), so records cannot be given an owner expert; registered: {', '.join(sorted(_FAMILIES))}",
-            "Use a sparse Mixture-of-Experts model of a registered family, or add one with `register_moe_layout`",
-        )
+    family = _family_of(model)
     layers = family.find_layers(model)
     if not layers:
         raise UnsupportedModelError(
@@ -131,8 +176,9 @@ def find_moe_layout(model: nn.Module) -> MoELayout:
         prefixes[f"{layer.name}.{layer.router_path}."] = "router"
         prefixes[f"{layer.name}.{layer.experts_path}."] = "expert"
         prefixes[f"{layer.name}.{EXPERT_ADAPTERS}."] = "expert"
-    prefixes[f"{family.head}."] = "head"
-    return MoELayout(family, layers, family.head, prefixes)
+    head = _head_of(model, family)
+    prefixes[f"{head}."] = "head"
+    return MoELayout(family, layers, head, prefixes)
 
 
 def tied_or_shared(model: nn.Module) -> dict[torch.Tensor, list[str]]:

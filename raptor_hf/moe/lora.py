@@ -147,6 +147,8 @@ def _shared_targets(model: nn.Module, layout: MoELayout, targets: Any) -> tuple[
     else:
         matches = {t: [n for n in linears if n == t or n.endswith("." + t)] for t in wanted}
         missing = [t for t, names in matches.items() if not names]
+        if targets is None and len(missing) < len(matches):
+            missing = []  # a family's default names the layers of all its configurations
         chosen = [name for name in linears if any(name in names for names in matches.values())]
     if missing:
         raise UnsupportedModelError(
@@ -176,6 +178,9 @@ def _shared_targets(model: nn.Module, layout: MoELayout, targets: Any) -> tuple[
 def attach_adapters(model: nn.Module, config: Any, protected_layer: int | str) -> nn.Module:
     """Freeze `model`, put LoRA on the shared stream and on every expert of one layer, and make the head trainable.
 
+    A task head (`score`) is trained in full, as part of the shared stream. A causal language model has none: its LM
+    head stays frozen, and the streams are LoRA alone.
+
     In place. `model.save_pretrained` then writes the adapter in PEFT's format (not the base weights).
 
     Args:
@@ -201,12 +206,11 @@ def attach_adapters(model: nn.Module, config: Any, protected_layer: int | str) -
     integer("lora_rank", rank, minimum=1)
     positive("lora_alpha", alpha)
     shared = _shared_targets(model, layout, targets)
-    head = model.get_submodule(layout.head) if hasattr(model, layout.head) else None
-    if head is None:
+    if not (hasattr(model, layout.head) if layout.trains_head else model.get_submodule(layout.head)):
         raise UnsupportedModelError(
             f"`{type(model).__name__}` was given",
-            f"It has no head named `{layout.head}` to train",
-            "Use a model class with a task head, e.g. through `AutoModelForSequenceClassification`",
+            f"It has no head named `{layout.head}` to train, and no LM head either",
+            "Use a model class with a head, e.g. through `AutoModelForSequenceClassification`",
         )
     plan = AdapterPlan(rank, float(alpha), shared, layer, layout)
     if changed := layout.family.switch_off(model):
@@ -225,10 +229,8 @@ def attach_adapters(model: nn.Module, config: Any, protected_layer: int | str) -
         if sparse.index == layer:
             block.add_expert_adapters(rank, alpha)
         _replace(model, sparse.name, block)
-    for parameter in head.parameters():
-        parameter.requires_grad_(True)
-        if parameter.dtype != torch.float64:
-            parameter.data = parameter.data.float()
+    if layout.trains_head:
+        _train_head(model.get_submodule(layout.head))
     shared_storage = [names for parameter, names in tied_or_shared(model).items() if parameter.requires_grad]
     if shared_storage:
         raise UnsupportedModelError(
@@ -241,6 +243,20 @@ def attach_adapters(model: nn.Module, config: Any, protected_layer: int | str) -
 
     bind_save_pretrained(model)
     return model
+
+
+def _train_head(head: nn.Module) -> None:
+    """Make a task head trainable, in fp32 at least, whatever its inputs are."""
+    for parameter in head.parameters():
+        parameter.requires_grad_(True)
+        if parameter.dtype != torch.float64:
+            parameter.data = parameter.data.float()
+    head.register_forward_pre_hook(_widen)
+
+
+def _widen(module: nn.Module, args: tuple) -> tuple:
+    weight = getattr(module, "weight", None)
+    return args if weight is None else tuple(x.to(weight.dtype) for x in args)
 
 
 def _replace(model: nn.Module, name: str, module: nn.Module) -> None:

@@ -1,0 +1,260 @@
+"""Families whose routed experts are stacked in two tensors: every class that `use_experts_implementation` decorates.
+
+All of them call `experts(hidden (N, H), index (N, K), gates (N, K))`, with `gate_up_proj` (E, 2I, H) and `down_proj`
+(E, H, I). So the shipped block stays as it is, with its own router, shared experts and their gate, and only what
+happens inside that call is replaced.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from typing import Any
+
+import torch
+from torch import nn
+
+from raptor_hf.errors import UnsupportedModelError
+from raptor_hf.moe.block import SparseBlock
+from raptor_hf.moe.experts import routed_experts
+from raptor_hf.moe.layout import MoEFamily, SparseLayer
+from raptor_hf.moe.routing import Routing
+
+__all__ = ["FusedSparseBlock", "find_fused_layers", "fused_family", "is_fused_experts", "read_fused_routing"]
+
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+_LAYER = re.compile(r"(?:^|\.)(?:layers|blocks|block|h)\.(\d+)\.")
+_FLAGS = ("has_gate", "has_bias", "is_transposed", "is_concatenated", "has_post_expert_norm")
+_ROUTERS = ("gate", "router")
+_SHARED = ("shared_expert", "shared_experts", "shared_mlp")
+
+
+class FusedSparseBlock(SparseBlock):
+    """Any shipped sparse block around stacked experts; `wrap_fused` makes a shipped block one, in place."""
+
+    _shipped: type[nn.Module]
+
+    def forward(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        self._rows = hidden.shape[:-1]
+        return self._shipped.forward(self, hidden, *args, **kwargs)
+
+    def run_experts(self, hidden: torch.Tensor, index: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        """What the shipped block's `self.experts(...)` computes: (N, H)."""
+        x = hidden.view(*self._rows, hidden.shape[-1])
+        index, gate = (t.view(*self._rows, t.shape[-1]) for t in (index, gate))
+        if self._kernel:
+            out = routed_experts(x, index, gate.to(x.dtype), self.stack(), self._owner)
+        else:
+            out = self._plain(x, index, gate)
+        return out.view_as(hidden)
+
+    def weights(self) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
+        # views: nothing is copied
+        return self.experts.gate_up_proj.unbind(0), self.experts.down_proj.unbind(0)
+
+    def activation(self, pre: torch.Tensor) -> torch.Tensor:
+        return self.experts._apply_gate(pre)
+
+    def train(self, mode: bool = True) -> FusedSparseBlock:
+        """As usual, but the router stays in evaluation mode: chance must not choose a record's experts."""
+        super().train(mode)
+        self.get_submodule(_router_path(self)).eval()
+        return self
+
+
+@functools.cache
+def _wrapped_class(shipped: type[nn.Module]) -> type[FusedSparseBlock]:
+    return type(f"Sparse{shipped.__name__}", (FusedSparseBlock, shipped), {"_shipped": shipped})
+
+
+def wrap_fused(block: nn.Module) -> FusedSparseBlock:
+    """Make a shipped block a `FusedSparseBlock` of the same class, modules and names. In place."""
+    block.__class__ = _wrapped_class(type(block))
+    assert isinstance(block, FusedSparseBlock)
+    block.expert_adapters, block.adapters_enabled, block._kernel, block._owner = None, True, False, None
+    block.num_experts = block.experts.gate_up_proj.shape[0]
+    block.experts.forward = block.run_experts
+    return block
+
+
+def is_fused_experts(module: nn.Module) -> bool:
+    """Is `module` decorated with `use_experts_implementation`?"""
+    return all(hasattr(module, flag) for flag in _FLAGS) and hasattr(module, "down_proj")
+
+
+def _router_path(block: nn.Module) -> str:
+    children = dict(block.named_children())
+    found = [name for name in _ROUTERS if name in children]
+    if len(found) != 1:
+        raise UnsupportedModelError(
+            f"The sparse block `{type(block).__name__}` was given",
+            f"Its router is not the one module among {' and '.join(f'`{name}`' for name in _ROUTERS)} of the block, so "
+            "it cannot be told what must stay frozen",
+            "Register the family with `register_moe_layout`",
+        )
+    return found[0]
+
+
+def _check_flags(name: str, experts: nn.Module) -> None:
+    """Refuse layouts of the experts' tensors that the kernel does not compute."""
+    wrong = [
+        text
+        for text, bad in (
+            ("have no gate", not experts.has_gate),
+            ("have biases", experts.has_bias),
+            ("are stored transposed", experts.is_transposed),
+            ("interleave gate and up projection", not experts.is_concatenated),
+            ("normalise their output", experts.has_post_expert_norm),
+        )
+        if bad
+    ]
+    if wrong:
+        raise UnsupportedModelError(
+            f"The routed experts `{name}` ({type(experts).__name__}) were given",
+            f"They {' and '.join(wrong)}: neither the per-record kernel nor the export of adapters covers that layout",
+            "Use a family whose experts are plain gated layers, e.g. OLMoE, Mixtral, Qwen-MoE or DeepSeek",
+        )
+
+
+def find_fused_layers(model: nn.Module) -> list[SparseLayer]:
+    """The sparse layers of a model with decorated experts, from structure alone; empty without any."""
+    layers = []
+    for name, experts in model.named_modules():
+        if not is_fused_experts(experts) or "." not in name:
+            continue
+        _check_flags(name, experts)
+        path, _, experts_path = name.rpartition(".")
+        block, match = model.get_submodule(path), _LAYER.search(name)
+        router_path = _router_path(block)
+        if experts_path != "experts" or match is None:
+            raise UnsupportedModelError(
+                f"The routed experts `{name}` were given",
+                "They are not the `experts` of a sparse block in a numbered layer, so no layer can be protected",
+                "Register the family with `register_moe_layout`",
+            )
+        router = getattr(block, router_path)
+        shared = tuple(m for m in (getattr(block, key, None) for key in _SHARED) if m is not None)
+        layers.append(
+            SparseLayer(
+                index=int(match.group(1)), name=path, num_experts=experts.gate_up_proj.shape[0],
+                top_k=int(getattr(router, "top_k", getattr(block, "top_k", 1))), router=router, experts=experts,
+                router_path=router_path, shared_experts=shared,
+            )
+        )  # fmt: skip
+    return layers
+
+
+# ---- Routing ----
+
+
+class _Captured(Exception):
+    """Carries the arguments of the experts' call out of the block."""
+
+
+@torch.no_grad()
+def read_fused_routing(block: nn.Module, hidden: torch.Tensor, score: str | None = None) -> Routing:
+    """Where the block's own router sends every token. See `MoEFamily.read_routing`, and `fused_family` for `score`."""
+    experts, router = block.experts, getattr(block, _router_path(block))
+    logits: list[torch.Tensor] = []
+
+    def capture(_hidden: torch.Tensor, index: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        raise _Captured(index, gate)
+
+    before = vars(experts).get("forward")
+    handle = router.register_forward_hook(lambda _m, _a, out: logits.append(out[0]))
+    experts.forward = capture
+    try:
+        block.forward(hidden.clone())
+    except _Captured as captured:
+        index, gate = captured.args
+    finally:
+        handle.remove()
+        if before is None:
+            del experts.forward
+        else:
+            experts.forward = before
+    rows = hidden.shape[:-1]
+    gate = gate.double()
+    gate = gate / gate.sum(-1, keepdim=True).clamp_min(torch.finfo(torch.float64).tiny)
+    gap = _gap(router, logits[0].reshape(*rows, -1).double(), index.view(*rows, -1), score)
+    return Routing(index.view(*rows, -1), gate.view(*rows, -1), gap)
+
+
+def _gap(router: nn.Module, logits: torch.Tensor, index: torch.Tensor, score: str | None) -> torch.Tensor:
+    """(B, T): how far a logit would have to move, at least, to change a token's experts.
+
+    A router that adds a correction to sigmoid or softmax scores is looked at in those scores: they move less than the
+    logits do. Zero ("unsure") for a router that is not known, or that chose otherwise than this function expects.
+    """
+    if score is None:
+        return torch.zeros_like(logits[..., 0])
+    scores = {"logits": lambda x: x, "sigmoid": torch.sigmoid, "softmax": lambda x: x.softmax(-1)}[score](logits)
+    tensors = [*router.named_buffers(), *router.named_parameters()]
+    bias = next((value for name, value in tensors if "correction_bias" in name), None)
+    if bias is not None:
+        scores = scores + bias.reshape(-1).to(scores)
+    groups = int(getattr(router, "num_group", 1) or 1)
+    if getattr(router, "topk_method", None) == "greedy":
+        groups = 1
+    return _gap_of_scores(scores, groups, int(getattr(router, "topk_group", 1) or 1), index, bias is not None)
+
+
+def _gap_of_scores(scores: torch.Tensor, groups: int, kept: int, index: torch.Tensor, pairs: bool) -> torch.Tensor:
+    """Distance between chosen and not chosen, of groups and of experts; zero where `index` is another choice."""
+    infinite = torch.full_like(scores[..., 0], float("inf"))
+    gap = infinite
+    if groups > 1:
+        grouped = scores.unflatten(-1, (groups, -1))
+        value = grouped.topk(min(2, grouped.shape[-1]), dim=-1).values.sum(-1) if pairs else grouped.amax(-1)
+        order = value.sort(dim=-1, descending=True)
+        if kept < groups:
+            gap = order.values[..., kept - 1] - order.values[..., kept]
+        allowed = torch.zeros_like(value).scatter(-1, order.indices[..., :kept], 1.0).bool()
+        scores = grouped.masked_fill(~allowed.unsqueeze(-1), float("-inf")).flatten(-2)
+    chosen = torch.zeros_like(scores).scatter(-1, index, 1.0).bool()
+    worst = scores.masked_fill(~chosen, float("inf")).amin(-1)
+    best = scores.masked_fill(chosen, float("-inf")).amax(-1)
+    return torch.minimum(gap, worst - best).nan_to_num(nan=0.0, posinf=float("inf")).clamp_min(0.0)
+
+
+# ---- Families ----
+
+
+def _switch_off(model: nn.Module) -> list[str]:
+    """Jitter of the blocks, and the key-value cache, which training has no use for."""
+    found = set()
+    for layer in find_fused_layers(model):
+        for module in model.get_submodule(layer.name).modules():
+            for key, value in list(vars(module).items()):
+                if "jitter" in key and isinstance(value, float) and value > 0:
+                    found.add(value)
+                    setattr(module, key, 0.0)
+    if getattr(model, "config", None) is not None and hasattr(model.config, "use_cache"):
+        model.config.use_cache = False
+    return [f"router jitter ({max(found)})"] if found else []
+
+
+def fused_family(
+    name: str,
+    model_types: tuple[str, ...] | None = None,
+    *,
+    shared_targets: tuple[str, ...] = ATTENTION,
+    score: str | None = None,
+) -> MoEFamily:
+    """A family of stacked experts, for `register_moe_layout`.
+
+    Args:
+        model_types: default: the name. shared_targets: names of the attention's linear layers.
+        score: by what the router ranks experts: `"logits"` (or a monotone function of them), or `"sigmoid"` or
+            `"softmax"` of them plus a correction. None: not known, and owners are computed one record at a time.
+    """
+    return MoEFamily(
+        name=name,
+        model_types=model_types or (name,),
+        find_layers=find_fused_layers,
+        wrap_block=wrap_fused,
+        read_routing=functools.partial(read_fused_routing, score=score),
+        shared_targets=shared_targets,
+        expert_parameters=("experts.gate_up_proj", "experts.down_proj"),
+        switch_off=_switch_off,
+    )

@@ -1,0 +1,164 @@
+"""Tiny random models of every supported family, and stock models with LoRA written out: W + s B A."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import nn
+from torch.func import functional_call
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+
+import raptor_hf.models  # noqa: F401 (registers classifiers)
+from raptor_hf.moe.families import FUSED
+
+VOCAB, EXPERTS, LABELS, TOP_K, PAD = 50, 4, 3, 2, 0
+
+COMMON = dict(
+    vocab_size=VOCAB, hidden_size=16, intermediate_size=12, moe_intermediate_size=12, num_hidden_layers=3,
+    num_attention_heads=2, num_key_value_heads=2, head_dim=8, max_position_embeddings=64, pad_token_id=PAD,
+    bos_token_id=1, eos_token_id=2, num_labels=LABELS, num_experts_per_tok=TOP_K, tie_word_embeddings=False,
+    attention_dropout=0.0,
+)  # fmt: skip
+MLA = dict(q_lora_rank=8, kv_lora_rank=8, qk_rope_head_dim=4, qk_nope_head_dim=4, v_head_dim=8, head_dim=4)
+GROUPS = dict(n_group=2, topk_group=1, n_shared_experts=2, first_k_dense_replace=1, routed_scaling_factor=1.7)
+SETTINGS: dict[str, dict] = {
+    "olmoe": dict(num_experts=EXPERTS),
+    "mixtral": dict(num_local_experts=EXPERTS),
+    "qwen2_moe": dict(num_experts=EXPERTS, shared_expert_intermediate_size=12, decoder_sparse_step=1),
+    "qwen3_moe": dict(num_experts=EXPERTS, decoder_sparse_step=1, mlp_only_layers=[0]),
+    "deepseek_v2": dict(
+        n_routed_experts=EXPERTS, topk_method="group_limited_greedy", **{**MLA, **GROUPS}
+    ),
+    "deepseek_v3": dict(n_routed_experts=EXPERTS, **MLA, **GROUPS),
+    "deepseek_ocr2_text": dict(
+        n_routed_experts=EXPERTS, topk_method="greedy", n_group=1, topk_group=1, n_shared_experts=2,
+        mlp_layer_types=["dense", "sparse", "sparse"],
+    ),
+    "glm4_moe": dict(n_routed_experts=EXPERTS, **GROUPS),
+    "dots1": dict(n_routed_experts=EXPERTS, **GROUPS),
+    "ernie4_5_moe": dict(
+        moe_num_experts=EXPERTS, moe_k=TOP_K, moe_num_shared_experts=1, moe_layer_start_index=1,
+        moe_layer_end_index=2, moe_layer_interval=1,
+    ),
+    "hunyuan_v1_moe": dict(num_experts=EXPERTS, moe_topk=TOP_K),
+    "granitemoe": dict(num_local_experts=EXPERTS),
+    "granitemoeshared": dict(num_local_experts=EXPERTS, shared_intermediate_size=12),
+    "flex_olmo": dict(num_experts=EXPERTS),
+}  # fmt: skip
+# `transformers` has no head at all for the language model of DeepSeek-OCR 2: it is a part of other models
+FAMILIES = sorted(set(SETTINGS) - {"deepseek_ocr2_text"})
+FLOAT64 = torch.float64
+
+
+def config_of(family: str, **changes):
+    return AutoConfig.for_model(family, **{**COMMON, **SETTINGS[family], **changes})
+
+
+def spread(model: nn.Module, seed: int = 0) -> nn.Module:
+    """Weights under which tokens stay distinct and every expert is used; float32 numbers in any dtype."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        noise = torch.randn(tensor.shape, generator=generator)
+        if "correction_bias" in name:
+            tensor.data = (noise * 0.1).to(tensor.dtype)
+        elif isinstance(tensor, nn.Parameter):
+            scale = 1.0 if "embed" in name else 0.3 if tensor.dim() == 1 else tensor.shape[-1] ** -0.5
+            tensor.data = (noise * scale + (tensor.dim() == 1)).to(tensor.dtype)
+    return model
+
+
+def build(family: str, dtype: torch.dtype = torch.float32, *, head: str = "score", seed: int = 0, **changes):
+    """A stock model in evaluation mode; equal arguments give equal weights."""
+    auto = AutoModelForSequenceClassification if head == "score" else AutoModelForCausalLM
+    model = auto.from_config(config_of(family, **changes), attn_implementation="eager")
+    model.set_experts_implementation("eager") if head != "score" else model.model.set_experts_implementation("eager")
+    return spread(model, seed).to(dtype).eval()
+
+
+def records(count: int, seed: int = 0, longest: int = 9, causal: bool = False) -> list[dict]:
+    """Records without padding, of random lengths of two tokens at least."""
+    generator = torch.Generator().manual_seed(seed)
+    found = []
+    for _ in range(count):
+        length = int(torch.randint(2, longest + 1, (), generator=generator))
+        ids = torch.randint(3, VOCAB, (length,), generator=generator).tolist()
+        prompt = int(torch.randint(1, length, (), generator=generator))
+        label = [-100] * prompt + ids[prompt:] if causal else int(torch.randint(0, LABELS, (), generator=generator))
+        found.append({"input_ids": ids, "attention_mask": [1] * length, "labels": label})
+    return found
+
+
+def collate(items: Sequence[Mapping], width: int = 0) -> dict[str, torch.Tensor]:
+    """Pad on the right to the longest record, or to `width`."""
+    width = max([width, *(len(item["input_ids"]) for item in items)])
+    fill = {"input_ids": PAD, "attention_mask": 0, "labels": -100}
+    return {
+        key: torch.tensor(
+            [
+                item[key] + [fill[key]] * (width - len(item[key])) if isinstance(item[key], list) else item[key]
+                for item in items
+            ]
+        )
+        for key in items[0]
+    }
+
+
+def shake(model: nn.Module, seed: int = 5) -> None:
+    """Adapters far from zero, float32 numbers in any dtype."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and "lora_" in name:
+            parameter.data = (torch.randn(parameter.shape, generator=generator) * 0.3).to(parameter.dtype)
+
+
+class StockLora:
+    """A stock model whose weights are W + s B A, computed by matrix products for the whole tensor of all experts."""
+
+    def __init__(self, stock: nn.Module, values: Mapping[str, torch.Tensor], scaling: float):
+        """`values`: our names -> adapters and head."""
+        self.stock, self.scaling = stock, scaling
+        self.values = {name: value.detach().clone().requires_grad_() for name, value in values.items()}
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        base = dict(self.stock.named_parameters())
+        found = {}
+        for name, a in self.values.items():
+            if not name.endswith("lora_A"):
+                continue
+            b = self.values[name.removesuffix("A") + "B"]
+            target = name.removesuffix(".lora_A") + ".weight"
+            target = target.replace("expert_adapters.first.weight", "experts.gate_up_proj")
+            target = target.replace("expert_adapters.second.weight", "experts.down_proj")
+            found[target] = base[target].detach() + self.scaling * (b @ a)
+        found.update({name: value for name, value in self.values.items() if "lora_" not in name})
+        return found
+
+    def logits(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        inputs = {key: value for key, value in batch.items() if key != "labels"}
+        return functional_call(self.stock, self.weights(), (), inputs).logits
+
+    def loss(self, item: Mapping, weighted: bool = False) -> torch.Tensor:
+        """Mean negative log-likelihood of one record's own labels, without padding."""
+        logits = self.logits(collate([item]))[0]
+        if isinstance(item["labels"], int):
+            terms = [-logits.log_softmax(-1)[item["labels"]]]
+        else:
+            pairs = [(t, label) for t, label in enumerate(item["labels"][1:]) if label != -100]
+            terms = [-logits[t].log_softmax(-1)[label] for t, label in pairs]
+        loss = sum(terms) / len(terms) if terms else logits.sum() * 0
+        return loss * (1 - torch.exp(-loss.detach())) if weighted else loss
+
+    def gradients(self, items: Sequence[Mapping], names: Sequence[str], owners: Sequence[int] | None = None, **kwargs):
+        """name -> (b, *shape), or (b, *shape[1:]) of each record's owner."""
+        rows: dict[str, list] = {name: [] for name in names}
+        for i, item in enumerate(items):
+            values = [self.values[name] for name in names]
+            grads = torch.autograd.grad(self.loss(item, **kwargs), values, allow_unused=True)
+            for name, value, g in zip(names, values, grads, strict=True):
+                g = torch.zeros_like(value) if g is None else g
+                rows[name].append(g if owners is None else g[owners[i]])
+        return {name: torch.stack(row) for name, row in rows.items()}
+
+
+__all__ = ["FAMILIES", "FUSED", "StockLora", "build", "collate", "config_of", "records", "shake", "spread"]
