@@ -117,6 +117,7 @@ def _by_structure(model: nn.Module) -> MoEFamily | None:
 tell_by_structure(_by_structure)
 
 _OTHER = "Use a family of the table in docs/families.md"
+# Model types that are refused by name: why, and what to do instead.
 REFUSED = {
     "phimoe": (
         "Its router draws experts at random in training and estimates the gradient of the draw: chance would decide "
@@ -124,8 +125,8 @@ REFUSED = {
         _OTHER,
     ),
     "minimax": (
-        "Its linear attention carries a state over blocks of tokens with loops and in-place writes that "
-        "`torch.func.vmap` cannot follow, so per-record gradients of it cannot be checked against a batch",
+        "Its linear attention takes branches that depend on the values of the padding mask, which per-record "
+        "gradients of a batch cannot follow",
         _OTHER,
     ),
     "llama4": (

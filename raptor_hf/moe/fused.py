@@ -62,9 +62,13 @@ class FusedSparseBlock(SparseBlock):
         return self
 
 
-@functools.cache
-def _wrapped_class(shipped: type[nn.Module]) -> type[FusedSparseBlock]:
-    return type(f"Sparse{shipped.__name__}", (FusedSparseBlock, shipped), {"_shipped": shipped})
+_WRAPPED: dict[type, type] = {}
+
+
+def _wrapped_class(shipped: type[nn.Module]) -> type[nn.Module]:
+    if shipped not in _WRAPPED:
+        _WRAPPED[shipped] = type(f"Sparse{shipped.__name__}", (FusedSparseBlock, shipped), {"_shipped": shipped})
+    return _WRAPPED[shipped]
 
 
 def wrap_fused(block: nn.Module) -> FusedSparseBlock:
