@@ -48,7 +48,7 @@ _KEYS = re.compile(
 )
 _KEYS_ALLOWED = frozenset({"base_model_name_or_path"})
 # The card that the plain Trainer writes: its seed and its table of losses.
-_TRAINER_CARD = re.compile(r"^[-*| ]*(?:seed|(?:total_)?train_batch_size|training loss)\b.*[:|]", re.I | re.M)
+_TRAINER_CARD = re.compile(r"^[-*| ]*(?:seed|(?:total_)?train_batch_size|training loss)\b.*[:|].*", re.I | re.M)
 _COMMON_NAMES = frozenset({"root", "user", "ubuntu", "admin", "runner", "localhost", "jovyan", "model", "lora", "moe"})
 
 

@@ -44,7 +44,7 @@ def load_release(
         >>> model = load_release("owner/name")
         >>> classify = pipeline("text-classification", model=model, tokenizer="owner/name")
     """
-    snapshot = open_release(path_or_repo, revision=revision, token=token)
+    snapshot = open_release(path_or_repo, revision=revision, token=token, cached=True)
     verify_snapshot(snapshot, accountants=False).raise_on_error()
     base = base_model if isinstance(base_model, nn.Module) else _base(snapshot, base_model, token, base_options)
     if merge:

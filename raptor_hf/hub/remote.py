@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from raptor_hf.errors import ReleaseError
@@ -13,6 +13,7 @@ from raptor_hf.hub.contents import ALLOWED, HUB_FILES
 
 __all__ = ["Snapshot", "hub_errors", "is_transient", "open_release", "status_of"]
 
+_TRANSPORTS = frozenset({"httpx", "httpx2", "httpcore", "requests", "urllib3"})
 _TOOLS = (".git/", ".cache/huggingface/")
 
 
@@ -32,9 +33,24 @@ class Snapshot:
     files: dict[str, bytes]
 
 
+def _chain(problem: BaseException) -> Iterator[BaseException]:
+    """An error and its causes: the client wraps a failed upload of a large file in a `RuntimeError`."""
+    cause: BaseException | None = problem
+    while cause is not None:
+        yield cause
+        cause = cause.__cause__
+
+
 def status_of(problem: BaseException) -> int | None:
     """HTTP status of an error of the Hub's client."""
-    return getattr(getattr(problem, "response", None), "status_code", None)
+    found = (getattr(getattr(cause, "response", None), "status_code", None) for cause in _chain(problem))
+    return next((status for status in found if status is not None), None)
+
+
+def _offline(problem: BaseException) -> bool:
+    from huggingface_hub.errors import OfflineModeIsEnabled
+
+    return any(isinstance(cause, OfflineModeIsEnabled) for cause in _chain(problem))
 
 
 def is_transient(problem: BaseException) -> bool:
@@ -42,16 +58,19 @@ def is_transient(problem: BaseException) -> bool:
     status = status_of(problem)
     if status is not None:
         return status >= 500 or status in (408, 429)
+    if _offline(problem):
+        return False
     # the client's own transport errors; the library under it has changed its name before
-    return type(problem).__module__.split(".")[0] in ("httpx", "httpx2", "httpcore", "requests", "urllib3") or (
-        isinstance(problem, (ConnectionError, TimeoutError))
+    return any(
+        isinstance(cause, (ConnectionError, TimeoutError)) or type(cause).__module__.split(".")[0] in _TRANSPORTS
+        for cause in _chain(problem)
     )
 
 
 @contextmanager
 def hub_errors(repo_id: str, doing: str) -> Iterator[None]:
     """Errors of the Hub's client as three-part errors."""
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled
 
     try:
         yield
@@ -59,12 +78,22 @@ def hub_errors(repo_id: str, doing: str) -> Iterator[None]:
         raise ReleaseError(
             f"`{repo_id}` was given", "It is no folder here and no valid Hub id", "Give a folder or `owner/name`"
         ) from problem
+    except LocalEntryNotFoundError as problem:
+        raise ReleaseError(
+            f"{doing} `{repo_id}` failed", "The Hub cannot be reached and the cache has no copy", "Try again later"
+        ) from problem
     except OfflineModeIsEnabled as problem:
         raise ReleaseError(
             f"{doing} `{repo_id}` failed: offline mode is on", "The Hub cannot be asked", "Unset `HF_HUB_OFFLINE`"
         ) from problem
-    except HfHubHTTPError as problem:
+    except Exception as problem:
         status = status_of(problem)
+        if status is None:
+            if not is_transient(problem):
+                raise
+            raise ReleaseError(
+                f"{doing} `{repo_id}` failed ({type(problem).__name__})", "The connection was lost", "Try again later"
+            ) from problem
         advice = {
             401: "Log in (`hf auth login`) or pass `token`; check the name, as a private repository looks missing",
             403: "Use a token with write access to this repository, and accept its terms if it is gated",
@@ -75,22 +104,19 @@ def hub_errors(repo_id: str, doing: str) -> Iterator[None]:
             f"The Hub answered: {str(problem).strip().splitlines()[-1][:200]}",
             advice.get(status or 0, "Try again later"),
         ) from problem
-    except LocalEntryNotFoundError as problem:
-        raise ReleaseError(
-            f"{doing} `{repo_id}` failed", "The Hub cannot be reached and the cache has no copy", "Try again later"
-        ) from problem
-    except Exception as problem:
-        if not is_transient(problem):
-            raise
-        raise ReleaseError(
-            f"{doing} `{repo_id}` failed ({type(problem).__name__})", "The connection was lost", "Try again later"
-        ) from problem
 
 
 def open_release(
-    path_or_repo: str | os.PathLike, *, revision: str | None = None, token: str | bool | None = None
+    path_or_repo: str | os.PathLike,
+    *,
+    revision: str | None = None,
+    token: str | bool | None = None,
+    cached: bool = False,
 ) -> Snapshot:
     """Read a release. From the Hub only files on the allow-list are downloaded, all at one commit.
+
+    Args:
+        cached: take the copy in the Hub's cache where the Hub cannot be reached (foreign files are not seen then).
 
     Raises:
         ReleaseError: it cannot be found or read.
@@ -101,15 +127,28 @@ def open_release(
     repo_id = str(path_or_repo)
     if revision is None and "@" in repo_id:
         repo_id, _, revision = repo_id.partition("@")
+    with hub_errors(repo_id, "Reading"):
+        try:
+            return _download(repo_id, revision, token)
+        except Exception as problem:
+            unreachable = status_of(problem) is None and (_offline(problem) or is_transient(problem))
+            if not (cached and unreachable):
+                raise
+        from huggingface_hub import snapshot_download
+
+        folder = Path(snapshot_download(repo_id, revision=revision, local_files_only=True))
+    return replace(_read_folder(repo_id, folder), revision=folder.name)
+
+
+def _download(repo_id: str, revision: str | None, token: str | bool | None) -> Snapshot:
     from huggingface_hub import HfApi, hf_hub_download
 
-    with hub_errors(repo_id, "Reading"):
-        api = HfApi(token=token)
-        commit = api.model_info(repo_id, revision=revision).sha
-        assert commit is not None  # the Hub always says
-        entries = api.list_repo_tree(repo_id, recursive=True, revision=commit)
-        names = tuple(sorted(entry.path for entry in entries if hasattr(entry, "size")))
-        local = {n: hf_hub_download(repo_id, n, revision=commit, token=token) for n in names if n in ALLOWED}
+    api = HfApi(token=token)
+    commit = api.model_info(repo_id, revision=revision).sha
+    assert commit is not None  # the Hub always says
+    entries = api.list_repo_tree(repo_id, recursive=True, revision=commit)
+    names = tuple(sorted(entry.path for entry in entries if hasattr(entry, "size")))
+    local = {n: hf_hub_download(repo_id, n, revision=commit, token=token) for n in names if n in ALLOWED}
     files = {name: Path(place).read_bytes() for name, place in local.items()}
     folder = Path(next(iter(local.values()))).parent if local else Path()
     return Snapshot(repo_id, commit, folder, names, files)
