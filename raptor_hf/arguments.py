@@ -139,15 +139,8 @@ NO_EFFECT: dict[str, str] = {
     "ddp_static_graph": _MULTI,
     "ddp_broadcast_buffers": "Nothing changes a buffer: a model that does is refused",
     "fsdp_config": _LATER.format("fsdp"),
-    "hub_strategy": _LATER.format("push_to_hub"),
-    "hub_always_push": _LATER.format("push_to_hub"),
+    "hub_always_push": "A push is one commit, and is waited for",
     "local_rank": "Set by the launcher",
-}
-
-# Refused by the trainer, which knows more than the config.
-_REFUSED_LATER = {
-    "push_to_hub": "The training output folder holds pickled arguments and training state beside the adapter. Train "
-    "without it and upload the adapter afterwards",
 }
 
 _LOGS = "Only public quantities are logged: epsilon, learning rates, the noisy gradient's norm"
@@ -205,6 +198,8 @@ WORKS: dict[str, str] = {
     "save_steps": "",
     "save_on_each_node": "",
     "save_total_limit": "",
+    "push_to_hub": "Pushes releases (adapter, tokenizer, statement, card), never the output folder",
+    "hub_strategy": '"end" or "every_save"; those that upload training state are refused',
     "hub_token": "",
     "hub_private_repo": "",
     "hub_model_id": "",
@@ -266,7 +261,6 @@ def argument_rows() -> Iterator[tuple[str, str, str]]:
             )
         else:
             yield name, "refused", f"{why}. {instead}"
-    yield from ((name, "refused", why) for name, why in _REFUSED_LATER.items())
     yield from ((name, "no effect", why) for name, why in NO_EFFECT.items())
     yield from ((name, "works", why) for name, why in WORKS.items())
 

@@ -43,9 +43,3 @@ def check_trainer_arguments(cls: type, args: Any, model_init: Any, compute_loss_
                 "them; another sampler, loader or step is not accounted for",
                 "Leave it as it is; use callbacks, the collator or the dataset for what you need",
             )
-    if args.push_to_hub:
-        raise PrivacyConfigError(
-            "`push_to_hub=True` was set",
-            "The training output folder holds pickled arguments and training state beside the adapter",
-            "Train without it and upload the adapter files afterwards",
-        )

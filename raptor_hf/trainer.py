@@ -27,8 +27,9 @@ from raptor_hf.checks import (
 )
 from raptor_hf.config import RaptorConfig
 from raptor_hf.distributed import broadcast, check_same, digest, from_main, one_copy, together
-from raptor_hf.errors import PrivacyConfigError, ReleaseError
+from raptor_hf.errors import PrivacyConfigError
 from raptor_hf.grad_sample import LossFn, model_loss, residual_weighted
+from raptor_hf.hub.push import HubMixin, check_hub_arguments
 from raptor_hf.moe import LayerSelection, attach_adapters, check_disjoint, load_adapter, select_layer
 from raptor_hf.moe.lora import resolve_layer, stream_parameters
 from raptor_hf.optim import check_optimizer, stream_optimizer
@@ -51,7 +52,7 @@ _PRIVATE_LOGS = ("loss", "train_loss", "total_flos", "num_input_tokens_seen")
 STATEMENT_FILE = "privacy.json"
 
 
-class RaptorTrainer(Trainer):
+class RaptorTrainer(HubMixin, Trainer):
     """Drop-in for `transformers.Trainer` that trains a sparse MoE model with differential privacy (Algorithm 1).
 
     One step of the training loop is one cycle: a noisy update of the shared stream, then, on the updated shared
@@ -99,6 +100,7 @@ class RaptorTrainer(Trainer):
         check_trainer_arguments(type(self), args, model_init, compute_loss_func)
         assert isinstance(args, RaptorConfig) and model is not None  # as was checked
         layout = check_model(model).layout
+        check_hub_arguments(args, model)
         check_processing_class(processing_class)
         if train_dataset is not None:
             check_dataset(train_dataset)
@@ -392,14 +394,6 @@ class RaptorTrainer(Trainer):
     def _load_best_model(self) -> None:
         logger.info(f"Loading the adapter of {self.state.best_model_checkpoint}.")
         load_adapter(self.model, self.state.best_model_checkpoint)
-
-    def push_to_hub(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refused: the plain upload publishes the whole output folder."""
-        raise ReleaseError(
-            "`push_to_hub` was called",
-            "It uploads the output folder, with pickled arguments and training state beside the adapter",
-            "Upload the files that `save_model` wrote and that you want to be public, e.g. with `huggingface_hub`",
-        )
 
     def hyperparameter_search(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Refused: every trial spends privacy, and the choice among them is not accounted for."""

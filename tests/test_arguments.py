@@ -72,7 +72,7 @@ def test_defaults_are_accepted_without_a_word():
 UNEXPECTED = {
     "torch_empty_cache_steps": 2, "data_seed": 3, "length_column_name": "tokens", "optim_target_modules": ["q"],
     "ddp_find_unused_parameters": True, "ddp_bucket_cap_mb": 5, "ddp_static_graph": True,
-    "ddp_broadcast_buffers": True, "hub_always_push": True, "hub_strategy": "end",
+    "ddp_broadcast_buffers": True, "hub_always_push": True,
     "average_tokens_across_devices": False,
     "liger_kernel_config": {"rope": True}, "logging_nan_inf_filter": False,
 }  # fmt: skip

@@ -7,6 +7,7 @@ import os
 import random
 import tempfile
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from raptor_hf.errors import ReleaseError
 from raptor_hf.hub import contents
 from raptor_hf.hub.contents import CARD, MANIFEST
 from raptor_hf.hub.model_card import merge_cards
-from raptor_hf.hub.release import base_of, export_release, refuse
+from raptor_hf.hub.release import export_release, known_id, refuse
 from raptor_hf.hub.remote import hub_errors, is_transient, open_release, status_of
 from raptor_hf.hub.verify import verify_snapshot
 
@@ -142,7 +143,7 @@ def check_hub_arguments(args: Any, model: Any) -> None:
             'Use "end" or "every_save": they push releases, and every one of them is covered by the statement',
         )
     name = getattr(model, "name_or_path", None)
-    if not name or (os.path.exists(name) and base_of(name, None)["id"] is None):
+    if known_id(name) is None:
         raise ReleaseError(
             f"`push_to_hub=True` was set for a base model without a Hub id ({os.path.basename(name or '') or 'none'})",
             "A release names its base model by Hub id and revision, never by a local path",
@@ -171,17 +172,29 @@ class HubMixin:
         Returns:
             `CommitInfo` in the main process, None in the others.
         """
-        args = self.args
-        self.callback_handler.on_push_begin(args, self.state, self.control)
+        self.save_model(_internal_call=True)  # in every process, as the plain one does
         if not self.is_world_process_zero():
             return None
+        return self._push_release(commit_message or "End of training", blocking, token, revision, private, **kwargs)
+
+    def _push_release(
+        self: Any,
+        message: str,
+        blocking: bool = True,
+        token: str | None = None,
+        revision: str | None = None,
+        private: bool | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        args = self.args
+        self.callback_handler.on_push_begin(args, self.state, self.control)
         kwargs.pop("model_name", None)
         name = getattr(self, "hub_model_id", None) or args.hub_model_id or Path(args.output_dir).absolute().name
         settings: dict[str, Any] = dict(
             token=token or args.hub_token,
             revision=revision or args.hub_revision,
             private=args.hub_private_repo if private is None else private,
-            commit_message=commit_message or "End of training",
+            commit_message=message,
         )
         if blocking:
             return push_release(self, name, **settings, **kwargs)
@@ -199,10 +212,8 @@ class HubMixin:
         if strategy != "every_save" or not self.is_world_process_zero():
             return
         try:
-            self.push_to_hub(commit_message=f"Training in progress, step {self.state.global_step}")
+            self._push_release(f"Training in progress, step {self.state.global_step}")
         except ReleaseError as problem:
-            import warnings
-
             warnings.warn(f"The checkpoint was not pushed. {problem}", stacklevel=2)
 
     def create_model_card(self: Any, **kwargs: Any) -> None:

@@ -19,7 +19,7 @@ from raptor_hf.hub.model_card import CardOptions, update_card
 from raptor_hf.hub.weights import AdapterContents, check_adapter, read_contents, read_header
 from raptor_hf.privacy.statement import PrivacyStatement
 
-__all__ = ["BUNDLED", "base_of", "export_release"]
+__all__ = ["BUNDLED", "export_release", "known_id"]
 
 MANIFEST_VERSION = 1
 BUNDLED = "tiny-switch"
@@ -124,22 +124,26 @@ def refuse(findings: Sequence[Finding]) -> None:
             raise finding.error()
 
 
-def base_of(name: str | None, revision: str | None) -> dict[str, str | None]:
-    """The base model as {"id", "revision"}; never a local path."""
+def known_id(name: str | None) -> str | None:
+    """The Hub id that `name` is, or the bundled model's; None for a local path."""
     from raptor_hf.assets import tiny_switch_path
 
-    if name and Path(name).exists() and Path(name).resolve() == tiny_switch_path().resolve():
-        return {"id": BUNDLED, "revision": None}
-    if name == BUNDLED:
-        return {"id": BUNDLED, "revision": None}
-    if not name or os.path.exists(name) or not _ID.match(name):
+    if name == BUNDLED or (name and Path(name).exists() and Path(name).resolve() == tiny_switch_path().resolve()):
+        return BUNDLED
+    return name if name and not os.path.exists(name) and _ID.match(name) else None
+
+
+def base_of(name: str | None, revision: str | None) -> dict[str, str | None]:
+    """The base model as {"id", "revision"}; never a local path."""
+    found = known_id(name)
+    if found is None:
         warnings.warn(
             "The base model is not known by a Hub id, so the release cannot say what it belongs to. Give "
             '`base_model="owner/name"` and `base_revision`; a release without them is not pushed.',
             stacklevel=3,
         )
         return {"id": None, "revision": None}
-    return {"id": name, "revision": revision}
+    return {"id": found, "revision": None if found == BUNDLED else revision}
 
 
 def _commit(model: Any, config: Mapping[str, Any]) -> str | None:

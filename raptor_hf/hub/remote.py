@@ -14,7 +14,7 @@ from raptor_hf.hub.contents import ALLOWED, HUB_FILES
 __all__ = ["Snapshot", "hub_errors", "is_transient", "open_release", "status_of"]
 
 _TRANSPORTS = frozenset({"httpx", "httpx2", "httpcore", "requests", "urllib3"})
-_TOOLS = (".git/", ".cache/huggingface/")
+_TOOLS = (".git/", ".cache/huggingface/download/", ".cache/huggingface/.gitignore", ".cache/huggingface/CACHEDIR.TAG")
 
 
 @dataclass(frozen=True)

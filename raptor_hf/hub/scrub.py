@@ -21,9 +21,7 @@ _LIMIT = 8 << 20
 _RULES: tuple[tuple[str, str, str], ...] = (
     ("training_args.bin", "high", "a pickle of all arguments: seeds, local paths, tokens; it can run code when loaded"),
     ("rng_state*", "high", "states of random generators: with them dropout and sampling can be replayed"),
-    ("*owner*", "high", "the owner map or its counts: which expert each private record trained"),
-    ("raptor_ledger*", "medium", "the state of the budget, with hashes that bind it to the private data"),
-    ("raptor_state*", "high", "the state of the training: owners and counters, for resuming only"),
+    ("raptor_*", "medium", "the state of the budget, for resuming only"),
     ("trainer_state.json", "high", "the log of the run: where it holds losses or norms, they are of private records"),
     ("optimizer*", "medium", "optimizer moments: functions of the noisy gradients, of no use to anybody else"),
     ("scheduler*", "low", "the schedule's state"),
@@ -98,6 +96,8 @@ def _judge(root: Path, path: Path, names: tuple[str, ...]) -> Leak:
 def _by_name(name: str, parents: tuple[str, ...]) -> tuple[str, str]:
     if not parents and name in contents.ALLOWED:
         return "none", "a file of a release"
+    if "owner" in name.lower() or "raptor_private" in parents:
+        return "high", "the owner map, or what belongs to it: which expert each private record trained"
     for part in parents:
         if part in _DIRECTORIES:
             return _DIRECTORIES[part], f"part of `{part}`, a log or cache of the run"

@@ -7,7 +7,7 @@ import torch
 from datasets import Dataset
 from transformers import TrainingArguments
 
-from raptor_hf import PrivacyConfigError, RaptorTrainer, ReleaseError
+from raptor_hf import PrivacyConfigError, RaptorTrainer
 from raptor_hf.config import REFUSED_ARGUMENTS
 from tests.helpers import tiny_model, tiny_records
 from tests.trainer.build import assert_refused, assert_refused_before_training, make_config, make_trainer
@@ -137,8 +137,5 @@ def test_losses_over_a_whole_batch_are_refused():
                    "model_init")  # fmt: skip
 
 
-def test_uploading_and_searching_are_refused():
-    trainer = make_trainer()
-    assert_refused(trainer.push_to_hub, ReleaseError, "push_to_hub")
-    assert_refused(trainer.hyperparameter_search, PrivacyConfigError, "search")
-    assert_refused(lambda: make_trainer(push_to_hub=True, hub_token="none"), PrivacyConfigError, "push_to_hub")
+def test_searching_is_refused():
+    assert_refused(make_trainer().hyperparameter_search, PrivacyConfigError, "search")

@@ -35,7 +35,7 @@ USED = {
     "_remove_unused_columns": ["self", "dataset", "description"],
     "_get_collator_with_removed_columns": ["self", "data_collator", "description"],
 }
-PUBLIC = {"train", "push_to_hub", "hyperparameter_search", "__init__"}
+PUBLIC = {"train", "hyperparameter_search", "__init__"}
 
 
 @pytest.mark.parametrize("name", SIGNATURES)
