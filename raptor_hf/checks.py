@@ -260,12 +260,32 @@ def check_batch(batch: Mapping[str, Any], records: int, label_names: Sequence[st
             )
     if "input_ids" in batch:
         token_mask(batch)
+    _refuse_packing(batch)
     missing = [name for name in label_names if name not in batch]
     if missing:
         raise PrivacyConfigError(
             f"The training batches have no `{missing[0]}`",
             "Without labels there is no loss to differentiate",
             f"Add a `{missing[0]}` column to `train_dataset`, or name the label columns in `label_names`",
+        )
+
+
+def _refuse_packing(batch: Mapping[str, Any]) -> None:
+    """Refuse rows in which several records follow one another."""
+    positions = batch.get("position_ids")
+    restarts = False
+    if positions is not None and positions.dim() == 2:
+        mask = batch["attention_mask"].bool() if "attention_mask" in batch else torch.ones_like(positions).bool()
+        restarts = bool(((positions[:, 1:] <= positions[:, :-1]) & mask[:, 1:]).any())
+    marks = [name for name in ("seq_idx", "seq_lengths", "cu_seq_lens_q") if name in batch]
+    mask = batch.get("attention_mask")
+    if mask is not None and mask.dim() == 2 and not mask.is_floating_point() and bool((mask > 1).any()):
+        marks.append("attention_mask")
+    if restarts or marks:
+        raise PrivacyConfigError(
+            f"The data collator made packed rows (`{'position_ids' if restarts else marks[0]}`)",
+            "Several records in one row are clipped as one: none of them is bounded by the clipping norm",
+            "Turn packing off, and give one record a row",
         )
 
 
