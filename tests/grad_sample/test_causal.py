@@ -151,7 +151,8 @@ def test_one_cycle(mode, tmp_path):
     model = build("olmoe", head="lm")
     args = RaptorConfig(
         output_dir=str(tmp_path), max_steps=2, per_device_train_batch_size=4, shared_noise_multiplier=1.0,
-        expert_noise_multiplier=1.0, lora_rank=2, learning_rate=1e-2, report_to="none", save_strategy="no", use_cpu=True, disable_tqdm=True,
+        expert_noise_multiplier=1.0, lora_rank=2, learning_rate=1e-2, report_to="none", save_strategy="no",
+        use_cpu=True, disable_tqdm=True,
         grad_sample_mode=mode,
     )  # fmt: skip
     trainer = RaptorTrainer(model, args, data_collator=COLLATE, train_dataset=[*ITEMS, *SILENT], eval_dataset=ITEMS)
