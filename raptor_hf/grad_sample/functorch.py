@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 from torch.func import functional_call, grad, vmap
+from transformers import masking_utils
 
 from raptor_hf.grad_sample.losses import LossFn
 from raptor_hf.grad_sample.owners import protected_block, refuse_experts
@@ -16,6 +17,8 @@ from raptor_hf.moe.experts import OwnerAdapters
 
 __all__ = ["functorch_gradients"]
 
+_SHORTCUT = "_ignore_bidirectional_mask_sdpa"
+
 
 def _single(record: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {key: value.unsqueeze(0) for key, value in record.items()}
@@ -23,15 +26,23 @@ def _single(record: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 @contextmanager
 def _plain_attention(model: nn.Module) -> Iterator[None]:
-    """Attention as ordinary operations: the fused kernels read padding masks in ways that vmap cannot follow."""
+    """Attention as ordinary operations, with a mask even where no token is masked.
+
+    The fused kernels, and the short cut for masks without padding, look at the values of the mask, which vmap cannot.
+    """
     configs = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}
     before = [(c, getattr(c, "_attn_implementation_internal", None)) for c in configs.values()]
     for config, name in before:
         if name is not None:
             config._attn_implementation_internal = "eager"
+    shortcut = getattr(masking_utils, _SHORTCUT, None)
+    if shortcut is not None:
+        setattr(masking_utils, _SHORTCUT, lambda *_args, **_kwargs: False)
     try:
         yield
     finally:
+        if shortcut is not None:
+            setattr(masking_utils, _SHORTCUT, shortcut)
         for config, name in before:
             if name is not None:
                 config._attn_implementation_internal = name
