@@ -201,8 +201,9 @@ class RaptorTrainer(HubMixin, Trainer):
         return CycleLoader(sampler, math.ceil(n / batch))
 
     def get_batch_samples(self, epoch_iterator: Iterator, num_batches: int, device: torch.device) -> tuple[list, None]:
-        """The next cycle, without the count of its items: that count is private. None when the budget is spent."""
-        if self.ledger is not None and self.ledger.exhausted():
+        """The next cycle, without the count of its items: that count is private. None when all are made, or spent."""
+        made = self.is_in_train and self.state.global_step >= self.state.max_steps
+        if made or (self.ledger is not None and self.ledger.exhausted()):
             self.control.should_training_stop = True
             return [], None
         return [cycle for _, cycle in zip(range(num_batches), epoch_iterator, strict=False)], None
