@@ -31,6 +31,7 @@ def main() -> None:
     parser.add_argument("--learning-rates", type=float, nargs="+", default=[2e-3, 5e-3, 1e-2])
     parser.add_argument("--epochs", type=float, nargs="+", default=[4])
     parser.add_argument("--budget-splits", type=float, nargs="+", default=[0.9])
+    parser.add_argument("--ranks", type=int, nargs="+", default=[16])
     args = parser.parse_args()
     warnings.simplefilter("ignore")
     tokenizer = AutoTokenizer.from_pretrained(tiny_switch_path())
@@ -38,8 +39,8 @@ def main() -> None:
     random.Random(1).shuffle(rows)
     data = Dataset.from_list(rows).map(lambda r: tokenizer(r["text"], truncation=True, max_length=64), batched=True)
     train, test = data.select(range(7_500)), data.select(range(7_500, 9_500))
-    settings = itertools.product(args.batch_sizes, args.learning_rates, args.epochs, args.budget_splits)
-    for batch, rate, epochs, split in settings:
+    settings = itertools.product(args.batch_sizes, args.learning_rates, args.epochs, args.budget_splits, args.ranks)
+    for batch, rate, epochs, split, rank in settings:
         model = SwitchTransformersForSequenceClassification.from_pretrained(
             tiny_switch_path(), num_labels=2, dtype=torch.float32
         )
@@ -55,6 +56,8 @@ def main() -> None:
                     num_train_epochs=epochs,
                     learning_rate=rate,
                     budget_split=split,
+                    lora_rank=rank,
+                    lora_alpha=rank,
                     lr_scheduler_type="cosine",
                     warmup_steps=0.1,
                     save_strategy="no",
@@ -70,7 +73,7 @@ def main() -> None:
             )
             trainer.train()
             accuracy = trainer.evaluate()["eval_accuracy"]
-        print(f"B={batch} lr={rate:g} epochs={epochs:g} rho={split:g}: accuracy {accuracy:.4f}", flush=True)
+        print(f"B={batch} lr={rate:g} epochs={epochs:g} rho={split:g} rank={rank}: accuracy {accuracy:.4f}", flush=True)
 
 
 if __name__ == "__main__":

@@ -79,7 +79,10 @@ class OuterProducts:
                     gram = (wide_left @ wide_left.mT) * (wide_right @ wide_right.mT)
                     norm = gram.sum((1, 2)).clamp_min(0).sqrt()
                 else:
-                    norm = torch.linalg.vector_norm((left.mT @ right).flatten(1), dim=1, dtype=torch.float64)
+                    # rows in the products' own precision (a pass in float64 costs more than the product), raised by
+                    # the bound of that rounding; the rows' norms add up in float64
+                    rows = torch.linalg.vector_norm(left.mT @ right, dim=2).double()
+                    norm = torch.linalg.vector_norm(rows, dim=1) * (1 + torch.finfo(left.dtype).eps / 2 * (q + 2))
         roundoff = torch.finfo(left.dtype).eps / 2
         return norm + roundoff * (left.shape[1] + 8) * lengths.sum(1)
 
@@ -89,10 +92,12 @@ class OuterProducts:
             return self._like.new_zeros(self.shape[1:])
         left, right = _wide(self._left), self._right
         scale = factors.to(left.dtype)[:, None, None]
-        left = torch.where(scale == 0, torch.zeros_like(left), left * scale)  # 0 * nan is nan
+        left = left * scale
+        if bool((silent := scale == 0).any()):  # 0 * nan is nan
+            left = left.masked_fill(silent, 0)
+            right = None if right is None else right.masked_fill(silent, 0)
         if right is None:
             return left.sum((0, 1))
-        right = torch.where(scale == 0, torch.zeros_like(right), right) if bool((scale == 0).any()) else right
         with full_precision(left.device):
             return left.flatten(0, 1).mT @ _wide(right).flatten(0, 1)
 
