@@ -18,8 +18,10 @@ COMMANDS: dict[str, str] = {
     "calibrate": "noise multipliers of the two streams for a target epsilon",
     "epsilon": "epsilon of given noise multipliers",
     "check": "look for everything in a model or configuration that would break the guarantee",
+    "verify": "check a release, in a folder or on the Hub: files, adapters, epsilon, card",
+    "scrub-check": "list what every file of a training output folder would leak",
 }
-"""Command -> one line of help. The command's code is `raptor_hf.scripts.<command>.main(argv)`."""
+"""Command -> one line of help. The command's code is `raptor_hf.scripts.<command>.main(argv)`, with "_" for "-"."""
 
 
 def _help() -> str:
@@ -79,7 +81,7 @@ def _run(command: str, arguments: list[str]) -> int:
     from raptor_hf.errors import RaptorError
 
     # An ImportError in here is a broken installation: its traceback says where, so it is left to surface.
-    script = importlib.import_module(f"raptor_hf.scripts.{command}")
+    script = importlib.import_module(f"raptor_hf.scripts.{command.replace('-', '_')}")
     try:
         status = script.main(arguments)
     except RaptorError as error:

@@ -127,31 +127,23 @@ def open_release(
     repo_id = str(path_or_repo)
     if revision is None and "@" in repo_id:
         repo_id, _, revision = repo_id.partition("@")
+    from huggingface_hub import HfApi, snapshot_download
+
     with hub_errors(repo_id, "Reading"):
+        # at one commit; the cache's copy where the Hub cannot be reached
+        folder = Path(
+            snapshot_download(repo_id, revision=revision, token=token, allow_patterns=sorted(ALLOWED | HUB_FILES))
+        )
+        local = _read_folder(repo_id, folder)
         try:
-            return _download(repo_id, revision, token)
+            entries = list(HfApi(token=token).list_repo_tree(repo_id, recursive=True, revision=folder.name))
         except Exception as problem:
-            unreachable = status_of(problem) is None and (_offline(problem) or is_transient(problem))
-            if not (cached and unreachable):
+            if not (cached and status_of(problem) is None and (_offline(problem) or is_transient(problem))):
                 raise
-        from huggingface_hub import snapshot_download
-
-        folder = Path(snapshot_download(repo_id, revision=revision, local_files_only=True))
-    return replace(_read_folder(repo_id, folder), revision=folder.name)
-
-
-def _download(repo_id: str, revision: str | None, token: str | bool | None) -> Snapshot:
-    from huggingface_hub import HfApi, hf_hub_download
-
-    api = HfApi(token=token)
-    commit = api.model_info(repo_id, revision=revision).sha
-    assert commit is not None  # the Hub always says
-    entries = api.list_repo_tree(repo_id, recursive=True, revision=commit)
+            return replace(local, revision=folder.name)
     names = tuple(sorted(entry.path for entry in entries if hasattr(entry, "size")))
-    local = {n: hf_hub_download(repo_id, n, revision=commit, token=token) for n in names if n in ALLOWED}
-    files = {name: Path(place).read_bytes() for name, place in local.items()}
-    folder = Path(next(iter(local.values()))).parent if local else Path()
-    return Snapshot(repo_id, commit, folder, names, files)
+    files = {name: data for name, data in local.files.items() if name in names}
+    return Snapshot(repo_id, folder.name, folder, names, files)
 
 
 def _read_folder(source: str, path: Path) -> Snapshot:

@@ -84,8 +84,7 @@ def _judge(root: Path, path: Path, names: tuple[str, ...]) -> Leak:
     severity, what = _by_name(path.name, Path(name).parent.parts)
     inside = list(_inside(path, names))
     if inside:
-        worst = "high" if severity in ("high", "none", "low") else severity
-        severity, what = worst, "; ".join([*([what] if severity != "none" else []), *inside])
+        severity, what = "high", "; ".join([*([what] if severity != "none" else []), *inside])
     instead = {
         "none": "Nothing: `export_release` takes it along",
         "low": "Leave it out, or look at it first",

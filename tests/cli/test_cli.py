@@ -105,7 +105,7 @@ def test_import_errors_are_not_hidden(monkeypatch):
 
 @pytest.mark.parametrize("command", cli.COMMANDS)
 def test_every_command_has_a_script_with_a_parser(command):
-    module = importlib.import_module(f"raptor_hf.scripts.{command}")
+    module = importlib.import_module(f"raptor_hf.scripts.{command.replace('-', '_')}")
     assert callable(module.main)
     assert callable(module.make_parser)
 

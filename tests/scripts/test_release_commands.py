@@ -1,0 +1,120 @@
+"""`raptor-hf verify` and `raptor-hf scrub-check`: exit codes and what they print."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from raptor_hf import export_release
+from raptor_hf.cli import main
+from raptor_hf.hub import scrub_check
+from tests.hub.build import BASE, copy, edit_json, trained
+
+
+@pytest.fixture(scope="module")
+def trainer(tmp_path_factory):
+    trainer = trained(
+        output_dir=str(tmp_path_factory.mktemp("run") / "output"), save_strategy="steps", save_steps=1,
+        logging_strategy="steps", logging_steps=1,
+    )  # fmt: skip
+    trainer.save_model()
+    return trainer
+
+
+@pytest.fixture(scope="module")
+def release(trainer, tmp_path_factory):
+    return export_release(trainer, tmp_path_factory.mktemp("release") / "adapter", **BASE)
+
+
+def test_verify_a_true_release(release, capsys):
+    assert main(["verify", str(release), "--max-epsilon", "1.5", "--require-private"]) == 0
+    text = capsys.readouterr().out
+    assert "verified: the files hold" in text and "(1.491, 0.0303)" in text and "pld" in text
+
+
+def test_verify_above_the_epsilon_asked_for(release, capsys):
+    assert main(["verify", str(release), "--json", "--max-epsilon", "1.4"]) == 1
+    values = json.loads(capsys.readouterr().out)
+    assert values["ok"] and values["private"] and 1.4 < values["epsilon_claimed"] < 1.5
+
+
+def test_verify_a_tampered_release(release, tmp_path, capsys):
+    folder = copy(release, tmp_path / "copy")
+    (folder / "training_args.bin").write_bytes(b"\x80\x04N.")
+    edit_json(folder / "privacy.json", lambda s: s.update(epsilon_spent=0.1))
+    assert main(["verify", str(folder)]) == 1
+    text = capsys.readouterr().out
+    assert "training_args.bin" in text and "NOT VERIFIED" in text and "verified:" not in text
+    assert main(["verify", str(folder), "--json"]) == 1
+    values = json.loads(capsys.readouterr().out)
+    assert not values["ok"] and not values["private"]
+    assert {"severity", "what", "why", "instead"} == set(values["findings"][0])
+
+
+def test_verify_nothing(tmp_path, capsys):
+    assert main(["verify", str(tmp_path / "none")]) == 2
+    assert "no folder" in capsys.readouterr().err
+
+
+def test_verify_a_run_that_is_not_private(tmp_path, capsys):
+    with pytest.warns(UserWarning, match="NOT private"):
+        folder = export_release(trained(research_diagnostics=False, insecure_noise_seed=7), tmp_path / "made", **BASE)
+    assert main(["verify", str(folder)]) == 0
+    assert "verified, and NOT PRIVATE" in capsys.readouterr().out
+    assert main(["verify", str(folder), "--require-private"]) == 1
+    assert main(["verify", str(folder), "--max-epsilon", "100"]) == 1
+
+
+def test_scrub_check_of_a_training_folder(trainer, capsys):
+    output = trainer.args.output_dir
+    assert main(["scrub-check", output]) == 1
+    assert main(["scrub-check", output, "--fail-on", "never"]) == 0
+    capsys.readouterr()
+    main(["scrub-check", output, "--json"])
+    found = {leak["path"]: leak for leak in json.loads(capsys.readouterr().out)}
+    severities = {path: leak["severity"] for path, leak in found.items()}
+    expected = {
+        "training_args.bin": "high", "checkpoint-1/training_args.bin": "high", "checkpoint-1/rng_state.pth": "high",
+        "checkpoint-1/trainer_state.json": "high", "checkpoint-1/optimizer.pt": "medium", "raptor_state.json": "medium",
+        "checkpoint-1/scheduler.pt": "low", "adapter_model.safetensors": "none", "privacy.json": "none",
+    }  # fmt: skip
+    assert {path: severities[path] for path in expected} == expected
+    owners = [path for path in severities if "owner" in path]
+    assert owners and all(severities[path] == "high" for path in owners)
+    order = [("high", "medium", "low", "none").index(s) for s in severities.values()]
+    assert order == sorted(order), "the worst first"
+
+
+def test_scrub_check_of_a_release(release, capsys):
+    assert main(["scrub-check", str(release), "--fail-on", "low"]) == 0
+    assert "0 high, 0 medium, 0 low" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "severity", "words"),
+    [
+        ("rows.csv", b"text,label\n", "high", "rows"),
+        ("notes.md", b"see /home/alice/x", "high", "local path"),
+        ("config.yaml", b"token: hf_abcdefghijklmnopqrstuv", "high", "token"),
+        ("eval.json", b'{"loss": 1.2}', "high", "losses"),
+        ("README.md", b"- seed: 42\n", "high", "seed: 42"),
+        ("adapter_model.safetensors", b"\x02\0\0\0\0\0\0\0{}canary", "high", "no tensor"),
+        ("wandb/run/x.txt", b"x", "medium", "wandb"),
+        ("events.out.tfevents.1.host", b"x", "medium", "host name"),
+        ("something.xyz", b"x", "medium", "not on the allow-list"),
+        ("plot.png", b"x", "low", "picture"),
+        (".cache/huggingface/raptor_private/owner_map.npz", b"x", "high", "owner map"),
+    ],
+)
+def test_scrub_check_of_one_file(tmp_path, name, data, severity, words):
+    path = tmp_path / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(data)
+    (leak,) = scrub_check(tmp_path)
+    assert (leak.path, leak.severity) == (name, severity) and words in leak.what
+
+
+def test_scrub_check_of_nothing(tmp_path, capsys):
+    assert main(["scrub-check", str(tmp_path / "none")]) == 2
+    assert "no folder" in capsys.readouterr().err
