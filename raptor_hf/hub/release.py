@@ -68,7 +68,8 @@ def export_release(
             _save(trainer_or_dir, source)
         files = _collect(source)
     config, statement = json.loads(files[ADAPTER_CONFIG]), PrivacyStatement.from_json(files[STATEMENT].decode())
-    base = base_of(base_model or config.get("base_model_name_or_path"), base_revision or _commit(model, config))
+    named = base_model or config.get("base_model_name_or_path")
+    base = base_of(named, base_revision or _commit(model, config, named))
     statement = _name_base(statement, base)
     found = read_contents(read_header(files[WEIGHTS])[1], config.get("r"))
     files[WEIGHTS] = _serialise(files[WEIGHTS])
@@ -146,9 +147,19 @@ def base_of(name: str | None, revision: str | None) -> dict[str, str | None]:
     return {"id": found, "revision": None if found == BUNDLED else revision}
 
 
-def _commit(model: Any, config: Mapping[str, Any]) -> str | None:
-    commit = getattr(getattr(model, "config", None), "_commit_hash", None)
-    return commit or config.get("revision")
+def _commit(model: Any, config: Mapping[str, Any], name: str | None) -> str | None:
+    """The base model's commit: as loaded or configured, else that of the only snapshot in the Hub's cache.
+
+    transformers no longer notes the commit in the configuration. With several snapshots nothing tells which was loaded.
+    """
+    commit = getattr(getattr(model, "config", None), "_commit_hash", None) or config.get("revision")
+    if commit or known_id(name) is None:
+        return commit
+    from huggingface_hub import constants
+
+    snapshots = Path(constants.HF_HUB_CACHE) / f"models--{str(name).replace('/', '--')}" / "snapshots"
+    found = [path.name for path in snapshots.glob("*") if (path / "config.json").exists()]
+    return found[0] if len(found) == 1 else None
 
 
 def _save(trainer: Any, folder: Path) -> None:
