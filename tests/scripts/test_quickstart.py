@@ -55,7 +55,7 @@ def test_the_whole_quickstart(tmp_path, capsys):
     statement = _check_outputs(tmp_path)
     assert statement.epsilon_spent > 7.9 and statement.dataset_size == 7_500
     row = next(line for line in capsys.readouterr().out.splitlines() if "accuracy" in line)
-    assert float(row.split("%")[0].split()[-1]) > 70
+    assert float(row.split("%")[0].split()[-1]) > 65
 
 
 def test_pretraining_facts_of_the_bundled_model():
