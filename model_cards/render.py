@@ -33,7 +33,7 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     ),
     "deepseek-vl2-tiny": dict(
         base="deepseek-ai/deepseek-vl2-tiny", n=6_218, batch=256, cycles=243, layer=11, experts=64, shared=48,
-        head="lm_head", task={"pipeline_tag": "image-text-to-text", "head": "lm_head"},
+        head=None, task={"pipeline_tag": "image-text-to-text", "head": None},
         card=dict(license="other", language="en"), corpus=None,
     ),
 }  # fmt: skip

@@ -50,7 +50,11 @@ def load_release(
     if merge:
         from peft import PeftModel
 
-        model = PeftModel.from_pretrained(base, str(snapshot.folder)).merge_and_unload()
+        from raptor_hf.moe.adapter_io import check_loaded
+
+        wrapped = PeftModel.from_pretrained(base, str(snapshot.folder))
+        check_loaded(wrapped, snapshot.folder)
+        model = wrapped.merge_and_unload()
     else:
         from raptor_hf.moe.adapter_io import load_adapter
 

@@ -230,20 +230,23 @@ def _adapter_config(config: Mapping[str, Any], found: AdapterContents, base: Map
     """PEFT's configuration, written anew from what the weights hold."""
     from peft import LoraConfig
 
+    parameters = sorted(config.get("target_parameters") or [])
+    modules = {*found.shared, *(() if found.stacked else found.experts)}
+    modules -= {path.removesuffix(".weight") for path in parameters}
     made = LoraConfig(
         r=found.rank,
         lora_alpha=config["lora_alpha"],
-        target_modules=sorted([*found.shared, *(() if found.stacked else found.experts)]),
+        target_modules=sorted(modules),
+        target_parameters=parameters or None,
         modules_to_save=[found.head] if found.head else None,
         base_model_name_or_path=base["id"],
         revision=base["revision"],
         inference_mode=True,
-        **({"target_parameters": config["target_parameters"]} if config.get("target_parameters") else {}),
     )
     with tempfile.TemporaryDirectory() as scratch:
         made.save_pretrained(scratch)
         values = json.loads((Path(scratch) / ADAPTER_CONFIG).read_text(encoding="utf-8"))
-    values["target_modules"] = sorted([*found.shared, *(() if found.stacked else found.experts)])
+    values["target_modules"] = sorted(modules)
     return (json.dumps(values, indent=2, sort_keys=True) + "\n").encode()
 
 
@@ -260,8 +263,8 @@ def _name_base(statement: PrivacyStatement, base: Mapping[str, str | None]) -> P
 
 def _task(model: Any, found: AdapterContents, labels: Sequence[str] | None, images: bool) -> dict[str, Any]:
     """What the head is for: enough to build the base model with a head of that size."""
-    if found.head == "lm_head":
-        return {"pipeline_tag": "image-text-to-text" if images else "text-generation", "head": "lm_head"}
+    if found.head is None:  # the head of a language model is not trained
+        return {"pipeline_tag": "image-text-to-text" if images else "text-generation", "head": None}
     config = getattr(model, "config", None)
     count = found.num_outputs
     names = (

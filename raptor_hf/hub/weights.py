@@ -179,15 +179,24 @@ def _check_config(config: dict[str, Any], found: AdapterContents) -> Iterator[Fi
             f"The weights are LoRA of rank {found.rank}",
             _AGAIN,
         )
+    parameters = set(config.get("target_parameters") or [])
+    named = set(config.get("target_modules") or []) | {p.removesuffix(".weight") for p in parameters if _is_weight(p)}
     expected = set(found.shared) | (set() if found.stacked else set(found.experts)) | set(found.routers)
-    if set(config.get("target_modules") or []) != expected or (config.get("modules_to_save") or []) != (
-        [found.head] if found.head else []
-    ):
+    stacked = {path for path in parameters if not _is_weight(path)}
+    places = tuple(path.removesuffix(".base_layer") + "." for path in found.experts) if found.stacked else ()
+    fits = len(stacked) == len(places) and all(path.startswith(places) for path in stacked)
+    heads = [found.head] if found.head else []
+    if named != expected or not fits or (config.get("modules_to_save") or []) != heads:
         yield error(
             f"`{ADAPTER_CONFIG}` does not name exactly the modules that `{WEIGHTS}` has",
             "Loading would attach adapters elsewhere, or leave some out",
             _AGAIN,
         )
+
+
+def _is_weight(path: str) -> bool:
+    """A plain weight that PEFT must be told by its parameter's name; stacked experts have names of their own."""
+    return path.endswith(".weight")
 
 
 def _check_declared(found: AdapterContents, statement: Any) -> Iterator[Finding]:
