@@ -62,7 +62,10 @@ def push_release(
         else:
             export_release(trainer_or_dir, folder, repo_id=repo_id, **export)
         snapshot = open_release(folder)
-    refuse(verify_snapshot(snapshot, accountants=False).findings)
+    report = verify_snapshot(snapshot, accountants=False)
+    refuse(report.findings)
+    if report.statement is not None:
+        report.statement.recompute()
     names = (snapshot.source, repo_id, json.loads(snapshot.files[MANIFEST])["base_model"]["id"])
     for name, data in snapshot.files.items():
         refuse(list(contents.scan(name, data, contents.own_names(), [n for n in names if n])))

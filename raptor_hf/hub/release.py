@@ -55,7 +55,8 @@ def export_release(
         The folder.
 
     Raises:
-        ReleaseError: anything that must not be public would be written, or the adapter is not what was trained.
+        ReleaseError: anything that must not be public would be written, the adapter is not what was trained, or a
+            folder's statement claims less than its own numbers give.
     """
     target = Path(path)
     _check_target(target, trainer_or_dir)
@@ -70,6 +71,8 @@ def export_release(
     config, statement = json.loads(files[ADAPTER_CONFIG]), PrivacyStatement.from_json(files[STATEMENT].decode())
     named = base_model or config.get("base_model_name_or_path")
     base = base_of(named, base_revision or _commit(model, config, named))
+    if model is None:
+        statement.recompute()  # a file may have been edited; a trainer makes its own
     statement = _name_base(statement, base)
     found = read_contents(read_header(files[WEIGHTS])[1], config.get("r"))
     files[WEIGHTS] = _serialise(files[WEIGHTS])

@@ -142,7 +142,7 @@ def check_adapter(weights: bytes, config: dict[str, Any], statement: Any = None)
             "experts that the statement relies on",
             "Do not use this release; ask its author for an adapter without routers",
         )
-    if len(found.layers) > 1 or -1 in found.layers:
+    if (len(found.layers) > 1 or -1 in found.layers) and (statement is None or statement.expert is not None):
         yield error(
             f"Experts of the blocks {list(found.layers)} carry adapters",
             "The statement accounts for the experts of one protected layer",
@@ -200,7 +200,7 @@ def _is_weight(path: str) -> bool:
 
 
 def _check_declared(found: AdapterContents, statement: Any) -> Iterator[Finding]:
-    if not found.experts and statement.expert is None:
+    if statement.expert is None:  # all that is trained is in one stream: nothing composes in parallel
         return
     declared = (statement.protected_layer, statement.num_experts)
     actual = (found.layers[0] if len(found.layers) == 1 else None, found.num_experts)

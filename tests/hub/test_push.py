@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import threading
-
 import pytest
 
-from raptor_hf import ReleaseError, export_release, load_release, push_release, verify_release
+from raptor_hf import PrivacyStatement, ReleaseError, export_release, load_release, push_release, verify_release
+from raptor_hf.hub.model_card import privacy_section
 from tests.helpers import collate, tiny_model, tiny_records
 from tests.hub.build import BASE, copy, edit_json, rehash
 from tests.hub.server import TOKEN
@@ -67,8 +66,11 @@ def test_what_is_pushed_can_be_verified_and_loaded(hub, trainer, release):
     assert_refused(lambda: verify_release(REPO), ReleaseError, "404")
 
 
-@pytest.mark.parametrize("change", ["pickle", "weights", "path"])
-def test_a_folder_that_does_not_verify_is_not_pushed(hub, release, tmp_path, change):
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [("pickle", "training_args"), ("weights", "no tensor"), ("path", "local path"), ("epsilon", "claims an epsilon")],
+)
+def test_a_folder_that_does_not_verify_is_not_pushed(hub, release, tmp_path, change, words):
     folder = copy(release, tmp_path / "copy")
     if change == "pickle":
         (folder / "training_args.bin").write_bytes(b"\x80\x04N.")
@@ -76,10 +78,16 @@ def test_a_folder_that_does_not_verify_is_not_pushed(hub, release, tmp_path, cha
         with (folder / "adapter_model.safetensors").open("ab") as file:
             file.write(b"canary")
         rehash(folder)
+    elif change == "epsilon":
+        edit_json(folder / "privacy.json", lambda s: s["other_deltas"][0].update(epsilon_spent=0.1))
+        old, new = (PrivacyStatement.from_json((f / "privacy.json").read_text()) for f in (release, folder))
+        card = (folder / "README.md").read_text().replace(privacy_section(old), privacy_section(new))
+        (folder / "README.md").write_text(card)
+        rehash(folder)
     else:
         with (folder / "README.md").open("a") as file:
             file.write("Trained in /home/alice/x.")
-    assert_refused(lambda: push(folder), ReleaseError)
+    assert_refused(lambda: push(folder), ReleaseError, words)
     assert not hub.requests, "nothing was sent"
 
 
@@ -165,21 +173,14 @@ def test_a_wrong_token_is_said(hub, release):
     assert REPO not in hub.repos
 
 
-def test_a_commit_in_between_is_not_lost(hub, release):
+def test_a_commit_in_between_is_not_lost(hub, release, trainer):
     """Somebody edits the card while we upload: our commit is refused, and made again on top of theirs."""
     push(release)
     old = dict(hub.files(REPO))
     edited = old["README.md"] + b"\n## Theirs\n\nIn between.\n"
-    hub.put("example-org/other", {})
     hub.before_commit = lambda: hub.repos[REPO].commit("main", {**old, "README.md": edited}, "theirs")
-    changed = copy_with_labels(release)
-    push(changed)
-    assert "In between." in hub.files(REPO)["README.md"].decode()
-    assert hub.files(REPO)["release.json"] == (changed / "release.json").read_bytes()
+    push(trainer, license="mit", labels=["a", "b", "c"], **BASE)
+    card = hub.files(REPO)["README.md"].decode()
+    assert "In between." in card and "license: mit" in card
+    assert b'"a"' in hub.files(REPO)["release.json"]
     assert hub.repos[REPO].messages[-2:] == ["theirs", "Release of a private adapter"]
-
-
-def copy_with_labels(release):
-    folder = copy(release, release.parent / f"labels-{threading.get_ident()}-{len(list(release.parent.iterdir()))}")
-    edit_json(folder / "release.json", lambda m: m["task"].update(labels=["a", "b", "c"]))
-    return folder

@@ -100,6 +100,20 @@ def test_a_folder_without_a_statement_or_adapter_is_refused(trainer, tmp_path):
     assert_refused(lambda: export_release(tmp_path / "output", tmp_path / "made"), ReleaseError, "privacy.json")
 
 
+def test_a_lowered_epsilon_is_not_exported(trainer, tmp_path):
+    trainer.save_model(str(tmp_path / "output"))
+
+    def lower(statement):
+        for name in ("epsilon_spent", "epsilon_planned"):
+            statement[name] *= 0.9
+        statement["verdict"] = statement["verdict"].replace("1.491", "1.342")
+
+    edit_json(tmp_path / "output" / "privacy.json", lower)
+    assert_refused(
+        lambda: export_release(tmp_path / "output", tmp_path / "x", **BASE), ReleaseError, "claims an epsilon"
+    )
+
+
 def test_a_target_with_other_files_is_refused(trainer, tmp_path):
     trainer.save_model(str(tmp_path))
     assert_refused(lambda: export_release(trainer, tmp_path, **BASE), ReleaseError, "allow-list")

@@ -299,3 +299,20 @@ def test_a_card_may_have_text_of_its_own(folder):
 def test_a_manifest_that_is_damaged_is_found(folder):
     (folder / "release.json").write_text('{"files": 3}')
     found(folder, "release.json", hashes=False)
+
+
+def test_a_method_with_one_stream_may_train_experts_of_any_layer():
+    """A baseline that accounts for all experts as one stream declares no protected layer."""
+    from types import SimpleNamespace
+
+    from safetensors.torch import save
+
+    from raptor_hf.hub.weights import check_adapter
+
+    paths = [f"encoder.block.{b}.layer.1.mlp.experts.expert_{e}.wi" for b in (1, 3) for e in range(2)]
+    tensors = {f"base_model.model.{p}.lora_{k}.weight": torch.zeros(2, 2) for p in paths for k in "AB"}
+    weights, config = save(tensors), {"r": 2, "target_modules": paths, "peft_type": "LORA"}
+    one = SimpleNamespace(expert=None, protected_layer=None, num_experts=None)
+    assert not list(check_adapter(weights, config, one))
+    two = SimpleNamespace(expert=1, protected_layer=3, num_experts=2)
+    assert any("blocks [1, 3]" in f.what for f in check_adapter(weights, config, two))
