@@ -107,6 +107,14 @@ def test_a_record_without_supervised_token_contributes_exactly_zero(mode, stream
     compare({name: value[[1, 5]] for name, value in found.items()}, expected)
 
 
+@pytest.mark.parametrize("item", SILENT, ids=["none", "the first", "one token", "empty"])
+def test_the_loss_of_a_silent_record_is_zero(item):
+    model = build("olmoe", head="lm")
+    loss = residual_weighted(model_loss)(model, COLLATE([item]))
+    assert loss.requires_grad and float(loss.detach()) == 0.0
+    assert float(model_loss(model, COLLATE([ITEMS[0]])).detach()) > 0
+
+
 @pytest.mark.parametrize("mode", sorted(ENGINES))
 def test_batches_of_silent_records_alone(mode):
     for batch in (COLLATE(SILENT), COLLATE(SILENT[2:3]), COLLATE(SILENT[3:])):
