@@ -126,7 +126,8 @@ def scan(name: str, data: bytes, secrets: Iterable[str] = (), public: Iterable[s
             yield error(f"`{name}` holds {what}: `{shown}`", "It names a person, a machine or opens an account",
                         "Remove it and export again")  # fmt: skip
     for word in secrets:
-        if re.search(rf"(?<![A-Za-z0-9]){re.escape(word)}(?![A-Za-z0-9])", hidden, re.I):
+        # `name/model` is a Hub id, and public; in a path the name has a slash before it
+        if re.search(rf"(?<![A-Za-z0-9]){re.escape(word)}(?![A-Za-z0-9]|(?<!/{re.escape(word)})/\w)", hidden, re.I):
             yield error(
                 f"`{name}` holds the name of this user or machine", "It says who trained, or where", "Remove it"
             )

@@ -11,7 +11,7 @@ from pathlib import Path
 from raptor_hf.errors import ReleaseError
 from raptor_hf.hub.contents import ALLOWED, HUB_FILES
 
-__all__ = ["Snapshot", "hub_errors", "is_transient", "open_release", "status_of"]
+__all__ = ["Snapshot", "foreign_history", "hub_errors", "is_transient", "open_release", "status_of"]
 
 _TRANSPORTS = frozenset({"httpx", "httpx2", "httpcore", "requests", "urllib3"})
 _TOOLS = (".git/", ".cache/huggingface/download/", ".cache/huggingface/.gitignore", ".cache/huggingface/CACHEDIR.TAG")
@@ -24,6 +24,7 @@ class Snapshot:
     Attributes:
         source: as given. revision: commit on the Hub, None for a folder. folder: where the allowed files lie.
         names: of all files, foreign ones too. files: contents of the allowed ones.
+        history: (commit, name) of foreign files in earlier commits, where that was asked for.
     """
 
     source: str
@@ -31,6 +32,7 @@ class Snapshot:
     folder: Path
     names: tuple[str, ...]
     files: dict[str, bytes]
+    history: tuple[tuple[str, str], ...] = ()
 
 
 def _chain(problem: BaseException) -> Iterator[BaseException]:
@@ -144,6 +146,20 @@ def open_release(
     names = tuple(sorted(entry.path for entry in entries if hasattr(entry, "size")))
     files = {name: data for name, data in local.files.items() if name in names}
     return Snapshot(repo_id, folder.name, folder, names, files)
+
+
+def foreign_history(repo_id: str, commit: str, token: str | bool | None) -> tuple[tuple[str, str], ...]:
+    """(commit, name) of every file not on the allow-list in `commit` and the commits before it; one request each."""
+    from huggingface_hub import HfApi
+
+    found: dict[str, str] = {}
+    with hub_errors(repo_id, "Reading the history of"):
+        api = HfApi(token=token)
+        for earlier in api.list_repo_commits(repo_id, revision=commit):
+            for entry in api.list_repo_tree(repo_id, recursive=True, revision=earlier.commit_id):
+                if hasattr(entry, "size") and entry.path not in ALLOWED | HUB_FILES:
+                    found.setdefault(entry.path, earlier.commit_id)
+    return tuple((where, name) for name, where in found.items())
 
 
 def _read_folder(source: str, path: Path) -> Snapshot:

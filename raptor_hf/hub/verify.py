@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from raptor_hf.errors import Finding, PrivacyConfigError, ReleaseError
@@ -13,7 +13,7 @@ from raptor_hf.hub import contents
 from raptor_hf.hub.contents import ADAPTER_CONFIG, CARD, MANIFEST, STATEMENT, error
 from raptor_hf.hub.model_card import check_card
 from raptor_hf.hub.release import MANIFEST_VERSION, check_files
-from raptor_hf.hub.remote import Snapshot, open_release
+from raptor_hf.hub.remote import Snapshot, foreign_history, open_release
 from raptor_hf.privacy.accounting import ACCOUNTANTS, EpsilonBounds
 from raptor_hf.privacy.statement import NOT_COVERED, PrivacyStatement
 
@@ -81,7 +81,11 @@ class VerificationReport:
 
 
 def verify_release(
-    path_or_repo: str | os.PathLike, *, revision: str | None = None, token: str | bool | None = None
+    path_or_repo: str | os.PathLike,
+    *,
+    revision: str | None = None,
+    token: str | bool | None = None,
+    history: bool = False,
 ) -> VerificationReport:
     """Check a release: a folder, or a repository of the Hub (`owner/name`, `owner/name@revision`).
 
@@ -91,10 +95,17 @@ def verify_release(
 
     Not checked, because files cannot show it: that the numbers in the statement are those of the run.
 
+    Args:
+        history: look at the file names of all earlier commits too (a repository's; one request a commit). What was
+            deleted from the newest commit can still be downloaded.
+
     Raises:
         ReleaseError: there is nothing to read. What is wrong with a release is in the report, not raised.
     """
-    return verify_snapshot(open_release(path_or_repo, revision=revision, token=token))
+    snapshot = open_release(path_or_repo, revision=revision, token=token)
+    if history and snapshot.revision is not None:
+        snapshot = replace(snapshot, history=foreign_history(snapshot.source, snapshot.revision, token))
+    return verify_snapshot(snapshot)
 
 
 def verify_snapshot(snapshot: Snapshot, *, accountants: bool = True) -> VerificationReport:
@@ -105,6 +116,11 @@ def verify_snapshot(snapshot: Snapshot, *, accountants: bool = True) -> Verifica
     base = manifest.get("base_model", {}) if manifest else {}
     base = base if isinstance(base, dict) else {}
     findings += check_files(files, public=(base.get("id"), snapshot.source))
+    for commit, name in snapshot.history:
+        if name not in names:
+            findings.append(error(f"The file `{name}` is in the history (commit {commit[:12]})",
+                                  "Whoever knows the commit can still download it",
+                                  "Treat what it holds as public, and release in a new repository"))  # fmt: skip
     statement, epsilon = None, dict[str, EpsilonBounds]()
     with contextlib.suppress(ValueError, TypeError, AttributeError, KeyError):  # among the findings of `check_files`
         statement = PrivacyStatement.from_json(snapshot.files[STATEMENT].decode("utf-8"))

@@ -19,6 +19,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="raptor-hf verify", description=description, epilog=epilog)
     parser.add_argument("release", metavar="REPO_OR_PATH", help="a folder, `owner/name` or `owner/name@revision`")
     parser.add_argument("--revision", help="branch, tag or commit on the Hub (default: main)")
+    parser.add_argument("--history", action="store_true", help="look at the file names of earlier commits too")
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
     parser.add_argument("--require-private", action="store_true", help="fail for a release that has no guarantee")
     parser.add_argument("--max-epsilon", type=float, metavar="EPS", help="fail when more than this was spent")
@@ -30,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = make_parser().parse_args(argv)
     from raptor_hf.hub.verify import verify_release
 
-    report = verify_release(args.release, revision=args.revision)
+    report = verify_release(args.release, revision=args.revision, history=args.history)
     print(report.to_json()) if args.json else _print(report)
     spent = report.statement.epsilon_spent if report.statement is not None else None
     if (args.require_private or args.max_epsilon is not None) and not report.private:

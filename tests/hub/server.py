@@ -218,6 +218,10 @@ class _Handler(BaseHTTPRequestHandler):
             siblings = [{"rfilename": name} for name in files]
             return 200, {"id": repo_id, "modelId": repo_id, "sha": sha, "private": repo.private, "tags": [],
                          "siblings": siblings, "downloads": 0, "likes": 0}, {}  # fmt: skip
+        if action == "commits":
+            order = list(repo.commits)
+            return 200, [{"id": c, "title": "t", "message": "", "authors": [], "date": "2026-01-01T00:00:00.000Z"}
+                         for c in reversed(order[: order.index(sha) + 1])], {}  # fmt: skip
         if action == "tree":
             return 200, [{"type": "file", "path": n, "size": len(d), "oid": git_oid(d)} for n, d in files.items()], {}
         if action == "resolve":

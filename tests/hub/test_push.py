@@ -110,6 +110,17 @@ def test_a_repository_that_exists_keeps_its_card_and_loses_stale_files(hub, rele
     assert verify_release(REPO, token=TOKEN).ok
 
 
+def test_what_was_deleted_is_found_in_the_history(hub, release):
+    hub.put(REPO, {"training_args.bin": b"\x80\x04N."})
+    hub.put(REPO, {})
+    push(release)
+    assert verify_release(REPO, token=TOKEN).ok, "the newest commit is as it should be"
+    (found,) = verify_release(REPO, token=TOKEN, history=True).errors
+    assert "training_args.bin" in found.what and "history" in found.what
+    hub.put("example-org/clean", hub.files(REPO))
+    assert verify_release("example-org/clean", token=TOKEN, history=True).ok
+
+
 @pytest.mark.parametrize("name", ["training_args.bin", "last-checkpoint/optimizer.pt"])
 def test_a_repository_with_training_state_is_refused(hub, release, name):
     hub.put(REPO, {name: b"\x80\x04N."})

@@ -146,6 +146,10 @@ def test_the_users_name_is_refused(trainer, tmp_path, monkeypatch):
     assert_refused(action, ReleaseError, "name of this user")
     made = export_release(trainer, tmp_path / "made", **{**BASE, "base_model": "alicexample/tiny"})
     assert "alicexample/tiny" in (made / "README.md").read_text(), "a Hub id is public"
+    ids = dict(datasets=["alicexample/reviews"], notes="See `alicexample/other`.")
+    assert export_release(trainer, tmp_path / "made", **ids, **BASE)
+    again = lambda: export_release(trainer, tmp_path / "x", notes="In backup/alicexample/runs.", **BASE)  # noqa: E731
+    assert_refused(again, ReleaseError, "name of this user")
 
 
 def test_public_addresses_and_plain_words_are_not_mistaken(trainer, tmp_path):
