@@ -219,6 +219,21 @@ def test_hidden_bytes_in_the_weights_are_found(folder):
     found(folder, "no tensor")
 
 
+def test_a_gap_between_tensors_is_found(folder):
+    data = (folder / WEIGHTS).read_bytes()
+    (length,) = struct.unpack("<Q", data[:8])
+    header, body = json.loads(data[8 : 8 + length]), data[8 + length :]
+    last = max((entry for name, entry in header.items() if name != "__metadata__"), key=lambda e: e["data_offsets"])
+    start, stop = last["data_offsets"]
+    last["data_offsets"] = [start + 8, stop + 8]
+    text = json.dumps(header).encode()
+    gap = struct.pack("<Q", len(text)) + text + body[:start] + b"acanary!" + body[start:]
+    (folder / WEIGHTS).write_bytes(gap)
+    found(folder, "no tensor")
+    (folder / WEIGHTS).write_bytes(struct.pack("<Q", length + 8) + b" " * 8 + data[8:])
+    found(folder, "no tensor")
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
