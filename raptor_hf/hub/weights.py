@@ -18,7 +18,7 @@ PREFIX = "base_model.model."
 _LORA = re.compile(r"^base_model\.model\.(?P<path>.+)\.lora_(?P<kind>[AB])\.weight$")
 _HEAD = re.compile(r"^base_model\.model\.(?P<head>[A-Za-z]\w*)\.(?:weight|bias)$")
 _BLOCK = re.compile(r"(?:^|\.)(?:block|blocks|layers|h)\.(\d+)\.")
-_ROUTERS = frozenset({"router", "gate", "wg", "shared_expert_gate"})
+_ROUTERS = frozenset({"router", "gate", "wg"})
 _FLOATS = frozenset({"F32", "F16", "BF16", "F64"})
 # Fields of `adapter_config.json` that say something; every other one must be at PEFT's default.
 _MEANINGFUL = frozenset({

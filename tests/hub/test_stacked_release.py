@@ -17,8 +17,8 @@ from tests.families import build, collate, records
 ATTENTION, SHARED = "kv_b_proj", ["shared_experts.gate_proj", "shared_experts.down_proj"]
 
 
-def release(tmp_path, head="score", targets=None):
-    model = build("deepseek_v2", head=head)
+def release(tmp_path, head="score", targets=None, family="deepseek_v2"):
+    model = build(family, head=head)
     args = RaptorConfig(
         output_dir=str(tmp_path / "out"), max_steps=1, shared_noise_multiplier=1.0, expert_noise_multiplier=1.0,
         use_cpu=True, report_to="none", lora_rank=2, learning_rate=0.1, disable_tqdm=True, save_strategy="no",
@@ -47,6 +47,17 @@ def test_stock_peft_reads_a_release(head, targets, tmp_path):
         assert float((stock(**batch).logits - expected).abs().max()) <= 1e-5
         assert float((ours - expected).abs().max()) <= 1e-5
         assert float((build("deepseek_v2", head=head)(**batch).logits - expected).abs().max()) > 1e-3
+
+
+def test_the_gate_of_a_shared_expert_is_no_router(tmp_path):
+    """It weighs what the shared expert adds, and chooses nobody's experts."""
+    batch, expected = release(tmp_path, targets=["q_proj", "shared_expert_gate"], family="qwen2_moe")
+    path = tmp_path / "release"
+    assert not [finding for finding in verify_release(path).findings if finding.severity == "error"]
+    stock = PeftModel.from_pretrained(build("qwen2_moe"), path).eval()
+    check_loaded(stock, path)
+    with torch.no_grad():
+        assert float((stock(**batch).logits - expected).abs().max()) <= 1e-5
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from raptor_hf.grad_sample import per_sample_gradients
 from raptor_hf.moe import attach_adapters, find_moe_layout, stream_parameters
 from raptor_hf.moe.families import FUSED
 from raptor_hf.moe.fused import read_fused_routing
-from tests.families import FAMILIES, build, collate, records
+from tests.families import FAMILIES, build, collate, records, shake
 
 TOKENS = 400
 
@@ -67,7 +67,7 @@ def test_the_gap_is_what_a_logit_may_move(family, top_k):
 def test_a_router_that_is_not_known_is_never_sure():
     model = build("deepseek_v3")
     block = model.get_submodule(find_moe_layout(model).sparse_layers[-1].name)
-    hidden = torch.randn(1, 20, 16)
+    hidden = torch.randn(1, TOKENS, 16, generator=torch.Generator().manual_seed(1))
     assert not read_fused_routing(block, hidden).gap.any()
     assert not read_fused_routing(block, hidden, "softmax").gap.all(), "where the choice is another: unsure"
 
@@ -101,6 +101,34 @@ def test_jitter_is_switched_off_and_said():
     model.train()
     assert torch.equal(model(**batch).logits, model(**batch).logits)
     assert model.config.use_cache is False
+
+
+@pytest.mark.parametrize("head", ["score", "lm"])
+@pytest.mark.parametrize("family", ["olmoe", "deepseek_v3", "granitemoeshared"])
+def test_gradient_checkpointing_changes_nothing(family, head):
+    """The hooks engine computes every block twice, and notes each record once."""
+    model = attach_adapters(build(family, head=head), LoraConfig(r=2), "first")
+    shake(model)
+    batch, owner = collate(records(4, causal=head == "lm")), torch.arange(4)
+
+    def gradients():
+        found = {}
+        for stream, parameters in stream_parameters(model.train()).items():
+            given = owner if stream == "expert" else None
+            found.update(per_sample_gradients(model, batch, parameters, mode="hooks", owner=given))
+        return found
+
+    calls = []
+    block = model.get_submodule(model.raptor_adapters.protected.name)
+    block.register_forward_pre_hook(lambda *_: calls.append(1))
+    gradients()  # the first one also checks the model's loss
+    calls.clear()
+    plain, once = gradients(), len(calls)
+    model.gradient_checkpointing_enable()
+    checkpointed = gradients()
+    assert len(calls) == 3 * once == 6, "blocks are computed again"
+    assert all(float((checkpointed[name] - value).abs().max()) < 1e-6 for name, value in plain.items())
+    assert max(float(value.abs().max()) for value in plain.values()) > 1e-2
 
 
 class Largest(TorchDispatchMode):
