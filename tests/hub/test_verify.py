@@ -12,6 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from raptor_hf import ReleaseError, verify_release
+from raptor_hf.hub.remote import open_release
+from raptor_hf.hub.verify import verify_snapshot
 from raptor_hf.hub.weights import read_contents, read_header
 from tests.hub.build import copy, edit_json, problems, rehash
 from tests.trainer.build import assert_refused
@@ -155,6 +157,18 @@ def test_a_lowered_epsilon_at_another_delta_is_found(folder):
 def test_a_changed_statement_is_found(folder, change, words):
     edit_json(folder / STATEMENT, change)
     found(folder, *words)
+
+
+def test_a_limit_in_other_words_is_a_warning(folder):
+    words = "in the words of another version"
+    edit_json(folder / STATEMENT, lambda s: s.update(not_covered=[words, *s["not_covered"][1:]]))
+    card = (folder / "README.md").read_text()
+    line = next(line for line in card.splitlines() if line.startswith("- hyper-parameter search"))
+    (folder / "README.md").write_text(card.replace(line, f"- {words}"))
+    rehash(folder)
+    report = verify_snapshot(open_release(folder), accountants=False)
+    assert report.ok and [f.severity for f in report.findings] == ["warning"]
+    assert "hyper-parameter search" in report.findings[0].what
 
 
 def test_a_statement_that_is_no_object_is_found(folder):
