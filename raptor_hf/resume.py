@@ -266,13 +266,14 @@ def _begin(
         check_untrained(model, ledger)
     done = start.checkpoint is not None and start.state is not None and start.state["cycle"] >= cycles
     if ledger.cycles_left(cycles) == 0 and not done:
-        if start.checkpoint is None or not lost:
+        if start.checkpoint is None:
             raise PrivacyConfigError(
                 f"Training was started with epsilon {ledger.epsilon()} already spent",
                 f"One more cycle would cross `target_epsilon={plan.target_epsilon}`",
                 "Start a new run from the base model, or raise the target",
             )
-        logger.warning("No cycle is left: the lost work took the last ones. Training ends with the checkpoint's model.")
+        reason = "the lost work took the last ones" if lost else "the budget is spent"
+        logger.warning(f"No cycle is left: {reason}. Training ends with the checkpoint's model.")
     return start, ledger
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -36,7 +38,8 @@ class Stream:
 
 @contextmanager
 def secret_masks(entropy: EntropySource, device: torch.device) -> Iterator[None]:
-    """Dropout from secret randomness; the global generators are afterwards what they were before.
+    """Dropout and augmentation from secret randomness; the global generators (torch's, Python's, NumPy's) are
+    afterwards what they were before.
 
     A record's mask depends on its place in the batch. From a generator that anybody can seed (`args.seed`), one
     record more would change its neighbours' masks, and with them the sum by more than the clipping norm; and how far
@@ -44,9 +47,16 @@ def secret_masks(entropy: EntropySource, device: torch.device) -> Iterator[None]
     """
     kind = device.type if device.type in ("cuda", "xpu") else "cpu"
     forked = {} if kind == "cpu" else {"device_type": kind}
+    before = random.getstate(), np.random.get_state()
     with torch.random.fork_rng([] if kind == "cpu" else [device], **forked):
         torch.manual_seed(int.from_bytes(entropy.bytes(8), "little", signed=True))
-        yield
+        random.seed(entropy.bytes(32))
+        np.random.seed(np.frombuffer(entropy.bytes(32), dtype=np.uint32))
+        try:
+            yield
+        finally:
+            random.setstate(before[0])
+            np.random.set_state(before[1])
 
 
 def sum_gradients(

@@ -112,6 +112,7 @@ class RaptorTrainer(HubMixin, Trainer):
         self._in_checkpoint = False
         self._disjointness: str | None = None
         self._streams: dict[str, Stream] = {}
+        self._rates: dict[str, float] = {}
         self._peft_config = peft_config
         super().__init__(
             model=model,
@@ -288,6 +289,8 @@ class RaptorTrainer(HubMixin, Trainer):
         if self.args.residual_weighting:
             loss_fns["expert"] = residual_weighted(model_loss, self.args.residual_gamma)
         names = list(self._streams)
+        # before the scheduler's step: what this cycle's updates use
+        self._rates = {group.get("stream"): float(group["lr"]) for group in self.optimizer.param_groups}
         for name in names:
             stream = self._streams[name]
             assert self.ledger is not None
@@ -343,9 +346,8 @@ class RaptorTrainer(HubMixin, Trainer):
             epsilon = self.ledger.epsilon()
             if epsilon is not None:
                 logs["epsilon"] = epsilon
-            rates = {g.get("stream"): g["lr"] for g in self.optimizer.param_groups}
-            if rates.get("expert") is not None:
-                logs["expert_learning_rate"] = float(rates["expert"])
+            if "expert" in self._rates:
+                logs["expert_learning_rate"] = self._rates["expert"]
         super().log(logs, start_time)
 
     def floating_point_ops(self, inputs: Any) -> int:

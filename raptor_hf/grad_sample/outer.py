@@ -92,14 +92,15 @@ class OuterProducts:
             return self._like.new_zeros(self.shape[1:])
         left, right = _wide(self._left), self._right
         scale = factors.to(left.dtype)[:, None, None]
-        left = left * scale
+        left = (left * scale).double()
         if bool((silent := scale == 0).any()):  # 0 * nan is nan
             left = left.masked_fill(silent, 0)
             right = None if right is None else right.masked_fill(silent, 0)
         if right is None:
             return left.sum((0, 1))
         with full_precision(left.device):
-            return left.flatten(0, 1).mT @ _wide(right).flatten(0, 1)
+            # float64: one record more must not change how the others' contributions are rounded
+            return left.flatten(0, 1).mT @ right.double().flatten(0, 1)
 
     def dense(self) -> torch.Tensor:
         """All gradients, formed: (b, *shape)."""

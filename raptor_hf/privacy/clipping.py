@@ -84,15 +84,15 @@ def _weighted_sums(
     """
     flat = _rows(value)
     scale = factors.to(flat.dtype).unsqueeze(1)
-    sums = flat.new_zeros(num_owners, flat.shape[1])
+    sums = torch.zeros(num_owners, flat.shape[1], dtype=torch.float64, device=flat.device)
     step = max(1, _CHUNK // max(1, len(flat)))
     for start in range(0, flat.shape[1], step):
         part = flat[:, start : start + step]
         part = torch.where(scale == 0, torch.zeros_like(part), part * scale)  # 0 * nan is nan
         if owner is None:
-            sums[:, start : start + step] = part.sum(0)
+            sums[:, start : start + step] = part.sum(0, dtype=torch.float64)
         else:
-            sums[:, start : start + step].index_add_(0, owner, part)
+            sums[:, start : start + step].index_add_(0, owner, part.double())
     return sums.view(num_owners, *value.shape[1:])
 
 
@@ -105,7 +105,7 @@ def clip_and_sum(
         grads: name -> per-sample gradients (b, *shape), any float dtype, or `RecordGradients`. max_norm: C.
 
     Returns:
-        name -> sum (*shape), float32 or wider, and the norms (b,) float64 (private).
+        name -> sum (*shape), float64, and the norms (b,) float64 (private).
 
     Formal guarantees:
         Adding or removing one record changes the sum by at most C in L2 norm. A record with a non-finite gradient

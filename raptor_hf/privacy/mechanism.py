@@ -37,7 +37,8 @@ class ClippedSum:
     ):
         self.sensitivity = positive("max_norm", max_norm)
         self.num_owners = num_owners
-        self.sums = {name: torch.zeros(shape, dtype=torch.float32, device=device) for name, shape in shapes.items()}
+        # float64: one record more must not change how the others' contributions are rounded
+        self.sums = {name: torch.zeros(shape, dtype=torch.float64, device=device) for name, shape in shapes.items()}
 
     def add(
         self,
@@ -60,9 +61,7 @@ class ClippedSum:
         else:
             sums, _ = clip_and_sum_by_owner(grads, owner, self.num_owners or 0, self.sensitivity)
         for name, value in sums.items():
-            # keep the widest type seen: float64 tests stay exact
-            widest = torch.promote_types(self.sums[name].dtype, value.dtype)
-            self.sums[name] = self.sums[name].to(widest).add_(value)
+            self.sums[name].add_(value)
 
     def reduce(self, all_reduce: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Sum over processes; `all_reduce` maps a tensor to its sum over all of them."""
@@ -79,18 +78,20 @@ def release(
             expert; never a realised count.
 
     Returns:
-        name -> tensor of the sums' shapes, float32 or wider.
+        name -> tensor of the sums' shapes, float32 (float64 when sigma is 0).
 
     Formal guarantees:
         One Gaussian mechanism of noise multiplier sigma over add/remove of one record (given Poisson sampling of
         the batch, a subsampled one). Every coordinate gets noise: also those of an owner without records, also when
-        the batch was empty.
+        the batch was empty. Sum, noise and quotient are float64, and the result is rounded once, so that the float32
+        numbers that can come out are the same with and without a record.
     """
     if finite("noise_multiplier", noise_multiplier) < 0:
         raise ValueError(f"`noise_multiplier={noise_multiplier}` was given. It cannot be negative. Pass a value >= 0.")
     positive("denominator", denominator)
     scale = noise_multiplier * clipped.sensitivity
-    return {
+    released = {
         name: (value + noise.normal(value.shape, scale, device=value.device)) / denominator
         for name, value in clipped.sums.items()
     }
+    return {name: value.float() for name, value in released.items()} if scale > 0 else released

@@ -44,10 +44,12 @@ class NoiseSource:
     sharp edges in docs/guarantee.md.
 
     Args:
-        entropy: the source of the keys. secure_mode: add four Gaussians of half the scale, which hides the
-            floating-point grid of a single one (Holohan & Braghin 2021) and costs four draws.
+        entropy: the source of the keys. secure_mode: add four Gaussians of half the scale, against attacks that
+            invert a single generator's floating-point samples (Holohan & Braghin 2021). It costs four draws.
 
     Formal guarantees:
+        Samples are float64. Noise that were rounded to float32 before it is scaled would reach only some of the
+        float32 numbers, and a released coordinate outside them would prove that there was a record under the noise.
         Draws of different tensors, streams, steps and runs are independent given independent keys. Nothing drawn is
         kept, so nothing can be drawn again after a checkpoint is resumed.
     """
@@ -59,13 +61,13 @@ class NoiseSource:
     def normal(
         self, shape: torch.Size | tuple[int, ...], std: float, *, device: torch.device | str = "cpu"
     ) -> torch.Tensor:
-        """N(0, std^2), float32, of `shape` on `device`. `std` = 0 gives exact zeros."""
+        """N(0, std^2), float64, of `shape` on `device`. `std` = 0 gives exact zeros."""
         if finite("std", std) < 0:
             raise ValueError(f"`std={std}` was given. A standard deviation cannot be negative. Pass a value >= 0.")
         if std == 0:
-            return torch.zeros(shape, dtype=torch.float32, device=device)
+            return torch.zeros(shape, dtype=torch.float64, device=device)
         draws = 4 if self.secure_mode else 1
-        noise = torch.zeros(shape, dtype=torch.float32, device=device)
+        noise = torch.zeros(shape, dtype=torch.float64, device=device)
         for _ in range(draws):
             noise += self._standard_normal(shape, torch.device(device))
         return noise.mul_(std / draws**0.5)
@@ -74,7 +76,7 @@ class NoiseSource:
         if device.type == "cpu":
             key = np.frombuffer(self.entropy.bytes(16), dtype=np.uint64)
             generator = np.random.Generator(np.random.Philox(key=key))
-            return torch.from_numpy(np.asarray(generator.standard_normal(tuple(shape)), dtype=np.float32))
+            return torch.from_numpy(np.asarray(generator.standard_normal(tuple(shape))))
         generator = torch.Generator(device=device)
         generator.manual_seed(int.from_bytes(self.entropy.bytes(8), "little", signed=True))
-        return torch.randn(shape, generator=generator, dtype=torch.float32, device=device)
+        return torch.randn(shape, generator=generator, dtype=torch.float64, device=device)

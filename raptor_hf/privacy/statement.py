@@ -30,7 +30,7 @@ SCHEMA_VERSION = 1
 NOT_COVERED = (
     "hyper-parameter search and model selection on the private data: only this run is accounted for",
     "evaluation data: metrics and losses computed on them are outside the guarantee",
-    "replacing a record (instead of adding or removing one): epsilon for that is about twice as large",
+    "replacing a record (instead of adding or removing one): by group privacy (2 epsilon, (1 + e^epsilon) delta)",
     "users, households or authors with several records: the unit is one record",
     "the number of records n, which is treated as public",
     "timing and memory side channels, and the rounding of floating-point noise",
