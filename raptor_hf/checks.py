@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,17 +13,27 @@ from torch import nn
 from raptor_hf.errors import Finding, PrivacyConfigError, UnsupportedModelError
 from raptor_hf.moe.layout import MoELayout, find_moe_layout, tied_or_shared
 from raptor_hf.moe.routing import token_mask
+from raptor_hf.moe.selection import all_among
+from raptor_hf.privacy.accounting import default_delta
 from raptor_hf.probes import probe
+from raptor_hf.validate import large_delta
 
 __all__ = [
     "CheckReport",
     "check_batch",
     "check_collator",
     "check_dataset",
+    "check_evaluation",
     "check_model",
     "check_processing_class",
     "check_sizes",
+    "class_count",
 ]
+
+_IGNORED_LABEL = -100  # of the loss functions of torch and transformers
+
+# As many evaluation records all standing in the training set are no coincidence of duplicates.
+_EVALUATION_SAMPLE = 100
 
 
 @dataclass(frozen=True)
@@ -219,8 +230,20 @@ def check_dataset(dataset: Any) -> None:
         )
 
 
-def check_sizes(dataset: Any, dataset_size: int, expected_batch_size: int) -> None:
-    """Refuse B > n, and a public n that is not the number of records."""
+def check_sizes(
+    dataset: Any,
+    dataset_size: int,
+    expected_batch_size: int,
+    *,
+    batch_from: str = "",
+    target_delta: float | None = None,
+) -> None:
+    """Refuse B > n, and a public n that is not the number of records.
+
+    Args:
+        batch_from: from which arguments B was computed, when it was not given.
+        target_delta: None: delta is n^-1.1; a large one gives a warning.
+    """
     if len(dataset) != dataset_size:
         raise PrivacyConfigError(
             f"`dataset_size={dataset_size}` was set for a training set of another length",
@@ -229,10 +252,23 @@ def check_sizes(dataset: Any, dataset_size: int, expected_batch_size: int) -> No
         )
     if expected_batch_size > dataset_size:
         raise PrivacyConfigError(
-            f"`expected_batch_size={expected_batch_size}` was set for {dataset_size} records",
+            f"The expected batch size B is {expected_batch_size} ({batch_from or '`expected_batch_size` was set'}) for "
+            f"{dataset_size} records",
             "The sampling rate p = B / n cannot exceed 1",
-            "Lower `expected_batch_size` (or `per_device_train_batch_size`), or add records",
+            f"{'Set' if batch_from else 'Lower'} `expected_batch_size` to at most the number of records, or add records",
         )
+    if target_delta is None and (text := large_delta(default_delta(dataset_size), dataset_size)):
+        warnings.warn(text, stacklevel=3)
+
+
+def class_count(model: nn.Module) -> int | None:
+    """Number of classes of a model with one class label a record; None where labels are something else."""
+    config = getattr(model, "config", None)
+    names = [cls.__name__ for cls in type(model).__mro__]
+    classifier = any(name.endswith(("ForSequenceClassification", "ForImageClassification")) for name in names)
+    kind = getattr(config, "problem_type", None) or "single_label_classification"
+    count = getattr(config, "num_labels", None)
+    return count if classifier and kind == "single_label_classification" and (count or 0) > 1 else None
 
 
 def check_processing_class(processing_class: Any) -> None:
@@ -247,8 +283,14 @@ def check_processing_class(processing_class: Any) -> None:
         )
 
 
-def check_batch(batch: Mapping[str, Any], records: int, label_names: Sequence[str]) -> None:
-    """Refuse a collated batch that does not keep one row a record, pads on the left, or lacks labels."""
+def check_batch(
+    batch: Mapping[str, Any], records: int, label_names: Sequence[str], num_labels: int | None = None
+) -> None:
+    """Refuse a collated batch that does not keep one row a record, pads on the left, lacks labels, or has a wrong one.
+
+    Args:
+        num_labels: classes of the model (see `class_count`); None: labels may be anything.
+    """
     for key, value in batch.items():
         if not isinstance(value, torch.Tensor) or value.dim() == 0 or value.shape[0] != records:
             shape = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
@@ -267,6 +309,50 @@ def check_batch(batch: Mapping[str, Any], records: int, label_names: Sequence[st
             f"The training batches have no `{missing[0]}`",
             "Without labels there is no loss to differentiate",
             f"Add a `{missing[0]}` column to `train_dataset`, or name the label columns in `label_names`",
+        )
+    if num_labels is not None:
+        _refuse_labels(batch, label_names, num_labels)
+
+
+def _refuse_labels(batch: Mapping[str, Any], label_names: Sequence[str], num_labels: int) -> None:
+    """Refuse class labels that the head has no output for. The label itself is private and not told."""
+    for name in label_names:
+        labels = batch[name]
+        if labels.numel() != labels.shape[0] or labels.dtype not in (torch.int64, torch.int32):
+            continue
+        if bool((((labels < 0) | (labels >= num_labels)) & (labels != _IGNORED_LABEL)).any()):
+            raise PrivacyConfigError(
+                f"A record has a class label in `{name}` outside 0 to {num_labels - 1}",
+                f"The model's head has {num_labels} outputs (`model.config.num_labels`); the loss of such a record is not "
+                "defined",
+                "Number the classes from 0, and load the model with `num_labels` set to their number "
+                f"({_IGNORED_LABEL} marks a record without a label)",
+            )
+
+
+def check_evaluation(dataset: Any, records: Any, allowed: bool) -> None:
+    """Refuse to evaluate on the training records: their exact loss is private.
+
+    Args:
+        dataset: evaluation records, or a dict of such. records: the training records.
+        allowed: private diagnostics are on (the statement then says so).
+    """
+    if allowed or dataset is None or records is None or isinstance(dataset, str):
+        return
+    if isinstance(dataset, dict):
+        for part in dataset.values():
+            check_evaluation(part, records, allowed)
+        return
+    same = dataset is records
+    if not same and hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__") and len(dataset) and len(records):
+        sample = [dataset[i] for i in range(min(_EVALUATION_SAMPLE, len(dataset)))]
+        if all(isinstance(record, Mapping) for record in sample):
+            same = all_among(sample, (records[i] for i in range(len(records))))
+    if same:
+        raise PrivacyConfigError(
+            "Evaluation on the training records was asked for",
+            "It would show their exact loss and metrics, without noise, and let the run choose by them",
+            "Evaluate on other records; with `research_diagnostics=True` it is allowed, and the run is NOT PRIVATE",
         )
 
 

@@ -24,21 +24,23 @@ from raptor_hf.checks import (
     check_model,
     check_processing_class,
     check_sizes,
+    class_count,
 )
 from raptor_hf.config import RaptorConfig
 from raptor_hf.distributed import broadcast, check_same, digest, from_main, one_copy, together
 from raptor_hf.errors import PrivacyConfigError
+from raptor_hf.evaluation import EvaluationMixin
 from raptor_hf.grad_sample import LossFn, model_loss, residual_weighted
 from raptor_hf.hub.push import HubMixin, check_hub_arguments
-from raptor_hf.moe import LayerSelection, attach_adapters, check_disjoint, load_adapter, select_layer
+from raptor_hf.moe import LayerSelection, attach_adapters, check_disjoint, select_layer
 from raptor_hf.moe.lora import resolve_layer, stream_parameters
 from raptor_hf.optim import check_optimizer, stream_optimizer
-from raptor_hf.plan import dataset_name, make_plan, make_statement, make_streams
+from raptor_hf.plan import check_untrained, dataset_name, make_plan, make_statement, make_streams
 from raptor_hf.preflight import check_trainer_arguments
 from raptor_hf.privacy import PrivacyStatement
 from raptor_hf.privacy.noise import EntropySource, NoiseSource
 from raptor_hf.privacy.sampling import Cycle, CycleLoader, PoissonSampler
-from raptor_hf.resume import begin, checkpoint_written_last
+from raptor_hf.resume import begin, checkpoint_written_last, restore_adapter
 from raptor_hf.state import PrivacyLedger, PrivacyPlan
 from raptor_hf.streams import Stream, noisy_gradients, secret_masks, sum_gradients
 from raptor_hf.watch import FirstCycle
@@ -52,7 +54,7 @@ _PRIVATE_LOGS = ("loss", "train_loss", "total_flos", "num_input_tokens_seen")
 STATEMENT_FILE = "privacy.json"
 
 
-class RaptorTrainer(HubMixin, Trainer):
+class RaptorTrainer(EvaluationMixin, HubMixin, Trainer):
     """Drop-in for `transformers.Trainer` that trains a sparse MoE model with differential privacy (Algorithm 1).
 
     One step of the training loop is one cycle: a noisy update of the shared stream, then, on the updated shared
@@ -129,6 +131,7 @@ class RaptorTrainer(HubMixin, Trainer):
         )
         one_copy(self.accelerator)
         self._records, self._collate = self._private_records(train_dataset)
+        self._refuse_training_records(eval_dataset)
         if getattr(model, "raptor_adapters", None) is None:
             layer, self.layer_selection, self._disjointness = from_main(
                 lambda: (self._choose_layer(layout), self.layer_selection, self._disjointness), "choosing the layer"
@@ -138,7 +141,10 @@ class RaptorTrainer(HubMixin, Trainer):
         elif public_dataset is not None and train_dataset is not None:
             self._disjointness = check_disjoint(self._public_records(), self._records)
         if train_dataset is not None:
-            check_sizes(train_dataset, args.dataset_size or len(train_dataset), self.expected_batch_size)
+            check_sizes(
+                train_dataset, args.dataset_size or len(train_dataset), self.expected_batch_size,
+                batch_from=args.batch_from, target_delta=args.target_delta,
+            )  # fmt: skip
             check_collator(
                 self._collate, [self._records[i] for i in range(min(2, len(self._records)))], self.label_names
             )
@@ -211,7 +217,7 @@ class RaptorTrainer(HubMixin, Trainer):
 
     def _checked_batch(self, records: list) -> dict:
         batch = self._collate(records)
-        check_batch(batch, len(records), self.label_names)
+        check_batch(batch, len(records), self.label_names, class_count(self.model))
         return batch
 
     def _micro_batches(self, indices: Any, owners: torch.Tensor | None) -> Iterator[tuple[dict, torch.Tensor | None]]:
@@ -358,6 +364,7 @@ class RaptorTrainer(HubMixin, Trainer):
         """What the plan spends and what has been spent so far."""
         if self.ledger is None:
             self.ledger = PrivacyLedger(self._plan(self.planned_cycles()))
+        check_untrained(self.model, self.ledger)
         return make_statement(
             self.args,
             self.model,
@@ -370,11 +377,12 @@ class RaptorTrainer(HubMixin, Trainer):
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
         """The adapter in PEFT's format, the tokenizer, the state of the budget and the privacy statement."""
         output_dir = output_dir if output_dir is not None else self.args.output_dir
+        statement = None if self.ledger is None else self.privacy_statement()  # or refuses, before anything is written
         super()._save(output_dir, state_dict=state_dict)
-        if self.args.should_save and self.ledger is not None:
+        if self.args.should_save and self.ledger is not None and statement is not None:
             if not self._in_checkpoint:  # a checkpoint's state is written last
                 self.ledger.save(output_dir)
-            text = self.privacy_statement().to_json()
+            text = statement.to_json()
             (Path(output_dir) / STATEMENT_FILE).write_text(text + "\n", encoding="utf-8")
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
@@ -391,12 +399,12 @@ class RaptorTrainer(HubMixin, Trainer):
             self._in_checkpoint = False
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        load_adapter(self.model if model is None else model, resume_from_checkpoint)
+        restore_adapter(self.model if model is None else model, resume_from_checkpoint)
         broadcast(self._trainables())
 
     def _load_best_model(self) -> None:
         logger.info(f"Loading the adapter of {self.state.best_model_checkpoint}.")
-        load_adapter(self.model, self.state.best_model_checkpoint)
+        restore_adapter(self.model, self.state.best_model_checkpoint)
 
     def hyperparameter_search(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Refused: every trial spends privacy, and the choice among them is not accounted for."""

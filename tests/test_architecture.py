@@ -31,6 +31,7 @@ FLOORS = (
         "state",
         "callbacks",
         "optim",
+        "evaluation",
         "plan",
         "preflight",
         "distributed",

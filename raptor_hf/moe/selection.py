@@ -18,7 +18,7 @@ from raptor_hf.moe.lora import adapters_disabled
 from raptor_hf.moe.ownership import _argmax_lowest, owner_distribution, owner_scores
 from raptor_hf.moe.routing import iterate_batches, model_inputs, routing_of, token_mask
 
-__all__ = ["LayerSelection", "check_disjoint", "distribution_statistics", "routing_table", "select_layer"]
+__all__ = ["LayerSelection", "all_among", "check_disjoint", "distribution_statistics", "routing_table", "select_layer"]
 
 _MIN_MARGIN = 0.05  # nats
 _MIN_RECORDS = 1_000
@@ -137,6 +137,14 @@ def _fingerprints(contents: list[tuple[dict[str, str], tuple | None]], columns: 
         if ids is not None:
             found.add(("ids", *ids))
     return found
+
+
+def all_among(some: Iterable[Mapping[str, Any]], records: Iterable[Mapping[str, Any]]) -> bool:
+    """Do all of `some` stand in `records` (same text after normalising white space, or same token ids)?"""
+    one, other = _contents(some), _contents(records)
+    common = {key for text, _ in one for key in text} & {key for text, _ in other for key in text}
+    found = _fingerprints(one, common)
+    return bool(found) and found <= _fingerprints(other, common)
 
 
 def check_disjoint(public_dataset: Iterable[Mapping[str, Any]], private_dataset: Iterable[Mapping[str, Any]]) -> str:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import decimal
 import math
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from raptor_hf.privacy.statement import PrivacyStatement
 
-__all__ = ["NOISE_SOURCES", "round_up", "statement_markdown"]
+__all__ = ["NOISE_SOURCES", "round_up", "round_up_delta", "statement_markdown"]
 
 NOISE_SOURCES = {"os_entropy": "operating-system entropy", "insecure_seed": "seeded (insecure)"}
 
@@ -22,7 +23,7 @@ def statement_markdown(statement: PrivacyStatement) -> str:
             "Epsilon (upper bound), spent / planned",
             f"{_show(statement.epsilon_spent)} / {_show(statement.epsilon_planned)}",
         ),
-        ("Delta", f"{statement.delta:.4g}"),
+        ("Delta", round_up_delta(statement.delta, 4)),
     ]
     for row in statement.other_deltas:
         spent, planned = (_show(value, "not certified") for value in (row.epsilon_spent, row.epsilon_planned))
@@ -63,6 +64,12 @@ def round_up(value: float | None) -> str:
         return "0"
     places = 3 - math.floor(math.log10(value))
     return f"{math.ceil(value * 10**places) / 10**places:.{max(places, 0)}f}"
+
+
+def round_up_delta(value: float, digits: int = 3) -> str:
+    """As `%g`, never below the value."""
+    up = decimal.Context(prec=digits, rounding=decimal.ROUND_CEILING).create_decimal(repr(float(value)))
+    return f"{float(up):.{digits}g}"
 
 
 def _show(value: float | None, missing: str = "infinite") -> str:

@@ -29,7 +29,10 @@ def _losses(noise_multiplier: float, sample_rate: float, order: float) -> tuple[
     step = min(sigma, sigma**2) / 12
     x = np.arange(-9 * sigma, order + 9 * sigma + step, step)
     shift = (2 * x - 1) / (2 * sigma**2)  # log density ratio of N(1, sigma^2) to N(0, sigma^2)
-    loss = np.where(shift < 700, np.log1p(p * np.expm1(np.minimum(shift, 700.0))), math.log(p) + shift)
+    if p == 1:
+        loss = shift  # log1p(expm1(shift)), which far below 0 is log(0)
+    else:
+        loss = np.where(shift < 700, np.log1p(p * np.expm1(np.minimum(shift, 700.0))), math.log(p) + shift)
     return loss, -0.5 * (x / sigma) ** 2 + math.log(step / (sigma * math.sqrt(2 * math.pi)))
 
 

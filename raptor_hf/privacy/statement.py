@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from raptor_hf.errors import PrivacyConfigError, ReleaseError
-from raptor_hf.privacy._card import NOISE_SOURCES, round_up, statement_markdown
+from raptor_hf.privacy._card import NOISE_SOURCES, round_up, round_up_delta, statement_markdown
 from raptor_hf.privacy.accounting import (
     ACCOUNTANTS,
     EpsilonBounds,
@@ -355,7 +355,7 @@ def _verdict(
         reasons.append("private diagnostics were computed and shown")
     if reasons:
         return "NOT PRIVATE: " + "; ".join(reasons)
-    return f"({round_up(epsilon)}, {delta:.3g})-differentially private per record (add or remove one)"
+    return f"({round_up(epsilon)}, {round_up_delta(delta)})-differentially private per record (add or remove one)"
 
 
 def _mechanisms(streams: list[StreamStatement], count: str) -> list[Mechanism]:

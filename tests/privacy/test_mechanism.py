@@ -116,11 +116,11 @@ def test_an_empty_micro_batch_adds_nothing():
     assert {n: s.shape for n, s in total.sums.items()} == SHAPES
 
 
-def test_half_precision_micro_batches_add_up_in_float32():
+def test_half_precision_micro_batches_add_up_in_float64():
     total = ClippedSum({"a": torch.Size((1,))}, 1.0)
     for _ in range(600):
         total.add({"a": torch.ones(1, 1, dtype=torch.bfloat16)})
-    assert total.sums["a"].dtype == torch.float32
+    assert total.sums["a"].dtype == torch.float64
     assert total.sums["a"].item() == pytest.approx(600, rel=1e-5)
 
 
@@ -132,14 +132,14 @@ def test_the_sum_keeps_the_widest_type_it_was_given():
     assert total.sums["a"].item() - 0.5 == pytest.approx(1e-12, rel=1e-3)
 
 
-def test_the_sum_is_float32_whatever_the_default_type():
+def test_types_do_not_follow_the_default_type():
     torch.set_default_dtype(torch.bfloat16)
     try:
         total = ClippedSum({"a": torch.Size((2,))}, 1.0)
         released = release(total, 1.0, 2, NoiseSource())
     finally:
         torch.set_default_dtype(torch.float32)
-    assert total.sums["a"].dtype == released["a"].dtype == torch.float32
+    assert total.sums["a"].dtype == torch.float64 and released["a"].dtype == torch.float32
 
 
 def test_owners_are_given_exactly_to_a_stream_with_owners():
@@ -197,3 +197,50 @@ def test_neighbouring_datasets_with_the_same_noise():
             assert 0.99 * 0.4 / 8 < moved <= 0.4 / 8
         else:
             assert moved == 0.0
+
+
+def _on_noise_grid(released, scale, denominator):
+    """Share of coordinates that scaled float32 noise alone could have given: an attacker's test for "no record here".
+
+    The float32 z nearest to the value that would have been drawn, and its neighbours, are scaled and divided again.
+    """
+    value = released.numpy()
+    nearest = (value.astype(np.float64) * denominator / scale).astype(np.float32)
+    candidates = [nearest]
+    for _ in range(3):
+        candidates = [candidates[0], *candidates]
+        candidates[0] = np.nextafter(candidates[0], np.float32(-np.inf))
+        candidates.append(np.nextafter(candidates[-1], np.float32(np.inf)))
+    hit = np.zeros(value.shape, dtype=bool)
+    for z in candidates:
+        hit |= (z * np.float32(scale)) / np.float32(denominator) == value
+    return hit.mean()
+
+
+@pytest.mark.parametrize("secure_mode", [False, True])
+@pytest.mark.parametrize(("sigma", "denominator"), [(5.27, 125.0), (16.52, 125.0), (1.0, 2.0)])
+def test_released_numbers_do_not_tell_whether_there_was_a_record(sigma, denominator, secure_mode):
+    """Noise rounded to float32 before it is scaled reaches only some floats; a record moves others into view."""
+    shares = []
+    for records in (0, 1):
+        total = ClippedSum({"a": torch.Size((60_000,))}, 1.0)
+        if records:
+            total.add({"a": torch.randn(1, 60_000)})
+        released = release(total, sigma, denominator, NoiseSource(secure_mode=secure_mode))["a"]
+        assert released.dtype == torch.float32
+        shares.append(_on_noise_grid(released, sigma, denominator))
+    # six standard errors of the difference of two shares
+    assert abs(shares[0] - shares[1]) < 6 * (0.5 / 60_000) ** 0.5, shares
+
+
+def test_one_record_more_moves_the_sum_by_no_more_than_the_bound_whatever_the_rounding():
+    """In a float32 sum of many records, one more changes how all the others are rounded."""
+    torch.manual_seed(0)
+    grads, extra = torch.randn(20_000, 64), torch.randn(1, 64) * 10
+    sums = []
+    for with_extra in (False, True):
+        total = ClippedSum({"a": torch.Size((64,))}, 1.0)
+        for part in (torch.cat([extra, grads]) if with_extra else grads).split(500):
+            total.add({"a": part})
+        sums.append(total.sums["a"])
+    assert (sums[1] - sums[0]).norm() <= total.sensitivity

@@ -36,7 +36,7 @@ def assert_uncorrelated(one, other) -> None:
 @pytest.mark.parametrize("std", [1e-3, 1.0, 250.0])
 def test_standard_deviation_and_shape_of_the_law(std, secure_mode):
     noise = NoiseSource(secure_mode=secure_mode).normal((200, 200), std)
-    assert noise.shape == (200, 200) and noise.dtype == torch.float32
+    assert noise.shape == (200, 200) and noise.dtype == torch.float64
     assert_standard_normal(noise.double() / std)
 
 
@@ -113,13 +113,13 @@ def test_an_impossible_seed_is_refused(seed):
         EntropySource(seed)
 
 
-def test_noise_is_float32_whatever_the_default_type():
+def test_noise_is_float64_whatever_the_default_type():
     torch.set_default_dtype(torch.bfloat16)
     try:
         noise = NoiseSource().normal((100, 100), 1.0)
     finally:
         torch.set_default_dtype(torch.float32)
-    assert noise.dtype == torch.float32
+    assert noise.dtype == torch.float64
     assert_standard_normal(noise)
 
 

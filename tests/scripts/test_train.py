@@ -24,7 +24,7 @@ def _write(path, rows, fields=("text", "label"), delimiter=","):
 def files(tmp_path):
     rows = [(f"{GOOD if i % 2 else BAD} number {i}", "pos" if i % 2 else "neg") for i in range(40)]
     _write(tmp_path / "train.csv", rows)
-    _write(tmp_path / "test.csv", rows[:10])
+    _write(tmp_path / "test.csv", [(f"again, {text}", label) for text, label in rows[:10]])
     _write(tmp_path / "public.tsv", [(f"the plot of film {i} is simple", "neg") for i in range(30)], delimiter="\t")
     (tmp_path / "config.yaml").write_text(
         f"""

@@ -8,9 +8,11 @@ from __future__ import annotations
 import inspect
 
 import pytest
+from datasets import Dataset
 from transformers import Trainer
 
 from raptor_hf import RaptorTrainer
+from tests.helpers import tiny_records
 from tests.trainer.build import fix_draws, make_trainer
 
 SIGNATURES = {
@@ -77,7 +79,7 @@ def test_the_training_loop_calls_the_seams(tmp_path, monkeypatch):
         output_dir=str(tmp_path), save_strategy="steps", save_steps=1, eval_strategy="steps", eval_steps=1,
         load_best_model_at_end=True, max_steps=2, logging_strategy="steps", logging_steps=1,
     )  # fmt: skip
-    trainer = make_trainer(**settings, eval_dataset=make_trainer(4, expected_batch_size=2).train_dataset)
+    trainer = make_trainer(**settings, eval_dataset=Dataset.from_list(tiny_records(4, seed=11)))
     trainer.train()
     again = make_trainer(**{**settings, "max_steps": 3}, eval_dataset=trainer.eval_dataset)
     again.train(resume_from_checkpoint=True)
