@@ -1,11 +1,13 @@
 """Differentially private fine-tuning of sparse Mixture-of-Experts models: the Hugging Face Trainer, privately.
 
-The public names are imported on first use, so that `import raptor_hf` and the command line start at once.
+The public names are imported on first use, so that `import raptor_hf` and the command line start at once. The first of
+them that is about models or training also registers the classifiers of `raptor_hf.models` with the Auto classes.
 """
 
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
@@ -42,6 +44,9 @@ _HOME = {
     "stream_parameters": "moe",
     "verify_release": "hub",
 }
+
+# Homes of names that are used without a model.
+_WITHOUT_MODELS = {"errors", "privacy"}
 
 __all__ = [
     "LayerSelection",
@@ -108,7 +113,11 @@ if TYPE_CHECKING:
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"raptor_hf.{_HOME[name]}"), name)
+    home = importlib.import_module(f"raptor_hf.{_HOME[name]}")
+    if "transformers" in sys.modules and _HOME[name].split(".")[0] not in _WITHOUT_MODELS:
+        # registers what transformers lacks with the Auto classes: whoever uses a name of these loads a model next
+        importlib.import_module("raptor_hf.models")
+    value = getattr(home, name)
     globals()[name] = value
     return value
 

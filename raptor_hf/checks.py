@@ -255,7 +255,7 @@ def check_sizes(
             f"The expected batch size B is {expected_batch_size} ({batch_from or '`expected_batch_size` was set'}) for "
             f"{dataset_size} records",
             "The sampling rate p = B / n cannot exceed 1",
-            f"{'Set' if batch_from else 'Lower'} `expected_batch_size` to at most the number of records, or add records",
+            f"{'Set' if batch_from else 'Lower'} `expected_batch_size` to the number of records or less, or add some",
         )
     if target_delta is None and (text := large_delta(default_delta(dataset_size), dataset_size)):
         warnings.warn(text, stacklevel=3)
@@ -323,8 +323,7 @@ def _refuse_labels(batch: Mapping[str, Any], label_names: Sequence[str], num_lab
         if bool((((labels < 0) | (labels >= num_labels)) & (labels != _IGNORED_LABEL)).any()):
             raise PrivacyConfigError(
                 f"A record has a class label in `{name}` outside 0 to {num_labels - 1}",
-                f"The model's head has {num_labels} outputs (`model.config.num_labels`); the loss of such a record is not "
-                "defined",
+                f"The model's head has {num_labels} outputs (`model.config.num_labels`), and no loss for another class",
                 "Number the classes from 0, and load the model with `num_labels` set to their number "
                 f"({_IGNORED_LABEL} marks a record without a label)",
             )

@@ -112,6 +112,9 @@ class RaptorConfig(TrainingArguments):
         metadata=_help("Compute and log private diagnostics such as the training loss: the run is then NOT private."),
     )
 
+    # From which arguments B was computed, when `expected_batch_size` was not given.
+    batch_from = ""
+
     def __post_init__(self) -> None:
         accumulation: int = self.gradient_accumulation_steps  # type: ignore[has-type]
         super().__post_init__()
@@ -121,7 +124,12 @@ class RaptorConfig(TrainingArguments):
         # one process drives one device: DataParallel would scatter a micro-batch behind the engines' back
         self._n_gpu = min(1, self.n_gpu)
         if self.expected_batch_size is None:
-            self.expected_batch_size = self.per_device_train_batch_size * accumulation * max(1, self.world_size)
+            processes = max(1, self.world_size)
+            self.expected_batch_size = self.per_device_train_batch_size * accumulation * processes
+            self.batch_from = (
+                f"`per_device_train_batch_size={self.per_device_train_batch_size}` x {accumulation} accumulation steps "
+                f"x {processes} processes, as `expected_batch_size` was not set"
+            )
         elif accumulation > 1:
             warnings.warn(
                 f"`gradient_accumulation_steps={accumulation}` has no effect beside `expected_batch_size="

@@ -7,7 +7,7 @@ from collections.abc import Collection
 
 from raptor_hf.errors import PrivacyConfigError
 
-__all__ = ["finite", "integer", "one_of", "positive", "probability"]
+__all__ = ["finite", "integer", "large_delta", "one_of", "positive", "probability"]
 
 
 def finite(name: str, value: float) -> float:
@@ -56,3 +56,17 @@ def one_of(name: str, value: str, choices: Collection[str]) -> str:
         listed = ", ".join(repr(choice) for choice in choices)
         raise PrivacyConfigError(f"`{name}={value!r}` was given", f"It must be one of {listed}", "Choose one of these")
     return value
+
+
+_LARGE_DELTA = 1e-3
+
+
+def large_delta(delta: float, dataset_size: int) -> str:
+    """A warning where the default delta of so few records is large; else empty."""
+    if delta <= _LARGE_DELTA:
+        return ""
+    return (
+        f"The default delta, n^-1.1 of {dataset_size} records, is {delta:.2g}: a mechanism that publishes each record "
+        f"with that probability, {dataset_size * delta:.1f} of the {dataset_size} on average, would be allowed by it. "
+        "Set a smaller one, 1e-5 say."
+    )

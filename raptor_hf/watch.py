@@ -6,12 +6,15 @@ from typing import Any
 
 import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.utils import logging
 
 from raptor_hf.binding import parameter_digests
 from raptor_hf.errors import RaptorError
 from raptor_hf.streams import Stream
 
 __all__ = ["FirstCycle", "SilentFailureError"]
+
+logger = logging.get_logger(__name__)
 
 
 class SilentFailureError(RaptorError):
@@ -44,6 +47,22 @@ class FirstCycle(TrainerCallback):
     ) -> None:
         self._armed, self._cycles, self._positive, self._pending = True, 0, True, None
         self._frozen = parameter_digests(model, sample=64)
+
+    def on_step_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        optimizer: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        """Warn of a resumed run whose first cycle moves nothing: the checkpoint's schedule had ended at 0."""
+        resumed = self._armed and self._cycles == 0 and state.global_step > 0 and optimizer is not None
+        if resumed and not any(float(group["lr"]) for group in _plain(optimizer).param_groups):
+            logger.warning(
+                "The first cycle after resuming has a learning rate of 0, as the checkpoint's schedule had ended: it "
+                "spends a release of each stream and changes nothing. Set the length of a run at its start."
+            )
 
     def before_step(self, stream: Stream, optimizer: Any) -> None:
         """Remember a stream's parameters before the optimizer's step on its noisy gradients."""

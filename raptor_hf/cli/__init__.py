@@ -17,7 +17,7 @@ COMMANDS: dict[str, str] = {
     "quickstart": "the whole job on a small bundled model and real sentences, offline, in minutes",
     "calibrate": "noise multipliers of the two streams for a target epsilon",
     "epsilon": "epsilon of given noise multipliers",
-    "check": "look for everything in a model or configuration that would break the guarantee",
+    "check": "look in a model, or the one of a training configuration, for what would break the guarantee",
     "verify": "check a release, in a folder or on the Hub: files, adapters, epsilon, card",
     "scrub-check": "list what every file of a training output folder would leak",
 }

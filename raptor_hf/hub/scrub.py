@@ -20,7 +20,11 @@ _LIMIT = 8 << 20
 # (pattern of the path, severity, what it would leak); the first that fits decides.
 _RULES: tuple[tuple[str, str, str], ...] = (
     ("training_args.bin", "high", "a pickle of all arguments: seeds, local paths, tokens; it can run code when loaded"),
-    ("rng_state*", "high", "states of random generators: with them dropout and sampling can be replayed"),
+    (
+        "rng_state*",
+        "high",
+        "states of the public random generators (coins, noise and dropout come from the operating system); a pickle",
+    ),
     ("raptor_*", "medium", "the state of the budget, for resuming only"),
     ("trainer_state.json", "high", "the log of the run: where it holds losses or norms, they are of private records"),
     ("optimizer*", "medium", "optimizer moments: functions of the noisy gradients, of no use to anybody else"),

@@ -6,6 +6,7 @@ raptor-hf calibrate --epsilon 1 --dataset-size 67349 --batch-size 1000 --epochs 
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
 
 from raptor_hf.privacy import calibrate_noise_multipliers
@@ -18,6 +19,7 @@ from raptor_hf.scripts._plan import (
     save_plot,
     second_opinion_hint,
 )
+from raptor_hf.validate import large_delta
 
 __all__ = ["main", "make_parser"]
 
@@ -53,6 +55,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(format_table(["", *RULES], rows))
     if hint := second_opinion_hint():
         print(hint)
+    if args.delta is None and (warning := large_delta(plan.delta, plan.dataset_size)):
+        print(f"warning: {warning}", file=sys.stderr)
     if args.plot is not None:
         save_plot(args.plot, noise, plan, args.epsilon)
         print(f"\nplot: {args.plot}")

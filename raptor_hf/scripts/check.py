@@ -1,70 +1,95 @@
 """`raptor-hf check MODEL [--data FILE]`: what in a model would break the guarantee, before any training.
 
 The structure is read, and a few records go through the model in train mode: a record's values must not move with its
-neighbours. Exit code 1 when there is an error.
+neighbours. MODEL may be the configuration file of `raptor-hf train` instead: its settings are checked as well, and its
+model and first records are taken. Exit code 1 when there is an error.
 """
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 __all__ = ["main", "make_parser"]
 
+PROG = "raptor-hf check"
 # Made-up records when no data is given; lengths differ, so that there is padding.
 _LENGTHS = (5, 9, 3)
 
 
 def make_parser() -> argparse.ArgumentParser:
     """The parser of the command's flags."""
-    parser = argparse.ArgumentParser(prog="raptor-hf check", description=__doc__.split("\n\n")[0])
-    parser.add_argument("model", metavar="MODEL", help="path, Hub id, or 'tiny-switch' (the bundled model)")
+    parser = argparse.ArgumentParser(prog=PROG, description=__doc__.split("\n\n")[0])
+    parser.add_argument(
+        "model",
+        metavar="MODEL",
+        help="folder, Hub id, 'tiny-switch' (the bundled model), or a .yaml file of `raptor-hf train`, whose settings "
+        "are then the defaults of the flags",
+    )
     parser.add_argument("--data", metavar="FILE", help=".csv, .tsv, .json or .jsonl with a text and a label column")
-    parser.add_argument("--revision", default="main", help="revision on the Hub (default: %(default)s)")
-    parser.add_argument("--engine", default="functorch", choices=("functorch", "hooks", "reference"))
-    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"), help="type of the base weights")
-    parser.add_argument("--max-length", type=int, default=128, help="longer records are cut (default: %(default)s)")
+    parser.add_argument("--revision", help="revision on the Hub (default: main)")
+    parser.add_argument("--engine", choices=("functorch", "hooks", "reference"), help="default: functorch")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="type of the base weights (default: float32)")
+    parser.add_argument("--max-length", type=int, help="longer records are cut (default: 128)")
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the findings. Returns 1 when there is an error among them, else 0."""
+    """Print the findings. Returns 1 when there is an error among them, else 0.
+
+    Raises:
+        RaptorError: a configuration, file or model that cannot be read or used.
+    """
     args = make_parser().parse_args(argv)
     from transformers import DataCollatorWithPadding
 
     from raptor_hf.checks import check_model
-    from raptor_hf.data import DataArguments, load_task, tokenize_task
+    from raptor_hf.data import load_task, tokenize_task
+    from raptor_hf.scripts.train import load_model
 
-    task = None if args.data is None else load_task(DataArguments(train_file=args.data, max_train_samples=3))
-    model, tokenizer = _load(args, 2 if task is None else max(2, len(task.labels)))
+    model_args, data_args, engine = _settings(args)
+    has_data = data_args.train_file is not None or data_args.dataset_name is not None
+    task = load_task(data_args) if has_data else None
+    # a head of any weights: what is checked does not depend on them
+    model, tokenizer = load_model(
+        model_args, 2 if task is None else max(2, len(task.labels)), ignore_mismatched_sizes=True
+    )
     if task is None:
         records = _made_up(min(len(tokenizer), model.config.vocab_size))
     else:
-        records = list(tokenize_task(task, tokenizer, args.max_length).train)
+        records = list(tokenize_task(task, tokenizer, data_args.max_seq_length).train)
     report = check_model(
-        model, records=records, collate=DataCollatorWithPadding(tokenizer), mode=args.engine, raise_on_error=False
+        model, records=records, collate=DataCollatorWithPadding(tokenizer), mode=engine, raise_on_error=False
     )
-    source = "made-up records" if args.data is None else f"the first {len(records)} records of {args.data}"
-    _print(report, f"{args.model}, {source}, {args.engine} engine")
+    source = "made-up records"
+    if has_data:
+        source = f"the first {len(records)} records of {data_args.train_file or data_args.dataset_name}"
+    _print(report, f"{model_args.model_name_or_path}, {source}, {engine} engine")
     return 1 if report.errors else 0
 
 
-def _load(args: argparse.Namespace, num_labels: int) -> tuple[Any, Any]:
-    """The model with a classification head of any weights: what is checked does not depend on them."""
-    import torch
-    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+def _settings(args: argparse.Namespace) -> tuple[Any, Any, str]:
+    """Model, data and engine: from the configuration file if there is one, then from the flags."""
+    from raptor_hf.data import DataArguments
+    from raptor_hf.scripts import _config
+    from raptor_hf.scripts.train import TYPES, ModelArguments
 
-    import raptor_hf.models  # noqa: F401 (registers what transformers lacks with the Auto classes)
-    from raptor_hf.assets import tiny_switch_path
-
-    name, options = args.model, {"revision": args.revision}
-    if name == "tiny-switch":
-        name, options = str(tiny_switch_path()), {}
-    model = AutoModelForSequenceClassification.from_pretrained(
-        name, num_labels=num_labels, dtype=getattr(torch, args.dtype), ignore_mismatched_sizes=True, **options
-    )
-    return model, AutoTokenizer.from_pretrained(name, **options)
+    if Path(args.model).suffix in (".yaml", ".yml"):
+        # all of it is parsed, so that a setting that training would refuse is refused here
+        model, data, config = _config.parse_dataclasses(TYPES, [args.model], prog=PROG)
+        engine = config.grad_sample_mode
+    else:
+        model, data, engine = ModelArguments(model_name_or_path=args.model), DataArguments(), "functorch"
+    if args.data is not None:
+        data.dataset_name, data.train_file, data.validation_file, data.public_file = None, args.data, None, None
+    model.model_revision = args.revision or model.model_revision
+    model.dtype = args.dtype or model.dtype
+    data.max_seq_length = args.max_length or data.max_seq_length
+    data.max_train_samples = 3
+    data.max_eval_samples = 3
+    return model, data, args.engine or engine
 
 
 def _made_up(vocabulary: int) -> list[dict[str, Any]]:

@@ -12,6 +12,7 @@ from typing import Any
 
 from raptor_hf.config import RaptorConfig
 from raptor_hf.data import DataArguments, TextTask, classification_metrics, load_task, tokenize_task
+from raptor_hf.errors import RaptorError, UnsupportedModelError
 from raptor_hf.scripts import _config
 from raptor_hf.scripts._summary import print_summary
 
@@ -39,8 +40,15 @@ def make_parser() -> Any:
     return _config.make_parser(TYPES, prog=PROG)
 
 
-def load_model(args: ModelArguments, num_labels: int) -> tuple[Any, Any]:
-    """The base classifier and its tokenizer."""
+def load_model(args: ModelArguments, num_labels: int, **more: Any) -> tuple[Any, Any]:
+    """The base classifier and its tokenizer.
+
+    Args:
+        more: further options of `from_pretrained` of the model.
+
+    Raises:
+        UnsupportedModelError: there is no such model, or none that can be loaded.
+    """
     import torch
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
@@ -50,11 +58,21 @@ def load_model(args: ModelArguments, num_labels: int) -> tuple[Any, Any]:
     name, options = args.model_name_or_path, {"revision": args.model_revision}
     if name == "tiny-switch":
         name, options = str(tiny_switch_path()), {}
-    tokenizer = AutoTokenizer.from_pretrained(name, **options)
-    model = AutoModelForSequenceClassification.from_pretrained(
-        name, num_labels=num_labels, dtype=getattr(torch, args.dtype), **options
-    )
-    return model, tokenizer
+    try:
+        model = AutoModelForSequenceClassification.from_pretrained(
+            name, num_labels=num_labels, dtype=getattr(torch, args.dtype), **options, **more
+        )
+        return model, AutoTokenizer.from_pretrained(name, **options)
+    except RaptorError:
+        raise
+    except (OSError, ValueError) as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise UnsupportedModelError(
+            f"The model `{args.model_name_or_path}` (revision {args.model_revision}) could not be loaded",
+            f"{reason.rstrip('.')}. Nothing is known of a model that is not there",
+            "Give a folder with a model and its tokenizer, the id of a model on the Hub (with a connection, and with "
+            "`hf auth login` if it is gated), or tiny-switch",
+        ) from error
 
 
 def run(model: Any, tokenizer: Any, task: TextTask, args: RaptorConfig) -> tuple[Any, dict[str, float]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import time
+import warnings
 from pathlib import Path
 
 import pytest
@@ -145,3 +146,12 @@ def test_what_cannot_be_calibrated_is_an_error(changes: dict, message: str) -> N
     arguments = {"target_epsilon": 1.0, "target_delta": DELTA, "sample_rate": RATE, "steps": STEPS, **changes}
     with pytest.raises(PrivacyConfigError, match=message):
         calibrate_noise_multipliers(**arguments)
+
+
+def test_no_subsampling_without_a_warning() -> None:
+    """p = 1: the loss is the Gaussian's own, whose far left tail must not be the logarithm of 0."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = estimate_epsilon([(2.0, 1.0, 10)], 1e-5)
+        calibrate_noise_multipliers(1.0, 1e-5, 1.0, 10)
+    assert found == pytest.approx(compute_epsilon([(2.0, 1.0, 10)], 1e-5).estimate, rel=1e-6)

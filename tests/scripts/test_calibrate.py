@@ -43,6 +43,15 @@ def test_printed_multipliers_still_meet_the_target(capsys: pytest.CaptureFixture
     assert 1.99 <= float(upper) <= 2.0
 
 
+def test_a_large_default_delta_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    small = ["--epsilon", "2", "--dataset-size", "100", "--batch-size", "10", "--steps", "5"]
+    calibrate.main(small)
+    assert "default delta" in capsys.readouterr().err
+    calibrate.main([*small, "--delta", "1e-5"])
+    calibrate.main(["--epsilon", "2", *PLAN])
+    assert not capsys.readouterr().err
+
+
 def test_one_stream(capsys: pytest.CaptureFixture[str]) -> None:
     calibrate.main(["--epsilon", "2", "--rho", "1", *PLAN])
     text = capsys.readouterr().out

@@ -70,3 +70,28 @@ def test_made_up_records_fit_the_vocabulary():
     assert len(records) == 3 and len({len(r["input_ids"]) for r in records}) == 3
     assert all(0 <= token < 13 for r in records for token in r["input_ids"])
     assert torch.tensor([r["labels"] for r in records]).unique().numel() == 2
+
+
+def configuration(path, **settings):
+    path.write_text("\n".join(f"{name}: {value}" for name, value in settings.items()))
+    return str(path)
+
+
+def test_a_configuration_file_gives_model_and_data(saved, tmp_path, capsys):
+    data = write(tmp_path / "data.jsonl", [{"text": "a good film", "label": 0}, {"text": "bad", "label": 1}])
+    settings = dict(output_dir=tmp_path / "out", model_name_or_path=saved(), train_file=data, grad_sample_mode="hooks")
+    path = configuration(tmp_path / "c.yaml", target_epsilon=1, **settings)
+    assert cli.main(["check", path]) == 0
+    printed = capsys.readouterr().out
+    assert "first 2 records" in printed and "hooks engine" in printed
+    path = configuration(tmp_path / "c.yaml", target_epsilon=-1, **settings)
+    assert cli.main(["check", path]) == 2
+    assert "target_epsilon" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("model", ["no/such-model", "{}/empty", "{}/none.yaml"])
+def test_a_model_that_is_not_there_is_a_message(model, tmp_path, capsys):
+    (tmp_path / "empty").mkdir()
+    assert cli.main(["check", model.format(tmp_path)]) == 2
+    printed = capsys.readouterr().err
+    assert "Give " in printed and "Traceback" not in printed
