@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import os
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -13,7 +15,7 @@ from raptor_hf.methods import get_method
 from raptor_hf.moe.lora import adapter_plan, stream_parameters
 from raptor_hf.privacy import PrivacyStatement, StreamStatement, calibrate_noise_multipliers, default_delta
 from raptor_hf.privacy.statement import NOT_COVERED
-from raptor_hf.state import PrivacyLedger, PrivacyPlan
+from raptor_hf.state import STATE_FILE, PrivacyLedger, PrivacyPlan, adapter_digest, read_json
 from raptor_hf.streams import Stream
 
 __all__ = ["check_untrained", "dataset_name", "make_plan", "make_statement", "make_streams"]
@@ -54,15 +56,45 @@ def make_plan(args: RaptorConfig, model: nn.Module, dataset_size: int, cycles: i
 
 
 def check_untrained(model: nn.Module, ledger: PrivacyLedger) -> None:
-    """Bind `ledger` to the model; refuse a model whose steps another ledger counts."""
-    other = getattr(model, "raptor_ledger", None)
+    """Bind `ledger` to the model; refuse a model that holds training which it does not count."""
+    other, loaded = getattr(model, "raptor_ledger", None), getattr(model, "raptor_loaded", None)
+    given = None
     if other is not None and other is not ledger and (other.shared_steps or other.expert_steps):
+        given = "A model that another trainer has trained was given"
+    elif loaded is not None and not _counted(loaded, ledger):
+        given = f"A model with the adapter of `{os.path.basename(os.path.normpath(loaded))}` was given"
+    elif (other is not ledger or not (ledger.shared_steps or ledger.expert_steps)) and holds_training(model):
+        given = "A model was given whose adapters are not at their start: `lora_B` is not zero"
+    if given is not None:
         raise PrivacyConfigError(
-            "A model that another trainer has trained was given",
-            "What that training spent would be missing from this one's budget and statement",
-            "Go on with that trainer, resume from a checkpoint of it, or load the base model again",
+            given,
+            "What that training spent would be missing from this trainer's budget and statement",
+            "Go on with the trainer that made it, resume from a checkpoint of it, or load the base model again; to "
+            "publish it, export the folder that its own trainer saved",
         )
     model.raptor_ledger = ledger
+
+
+def _counted(directory: str, ledger: PrivacyLedger) -> bool:
+    """Whether the adapter in `directory` is an earlier one of the ledger's own run."""
+    state = read_json(Path(directory) / STATE_FILE)
+    return (
+        state is not None
+        and state.get("run") == ledger.run
+        and state.get("adapter_sha256") == adapter_digest(directory)
+        and state["shared_steps"] <= ledger.shared_steps
+        and state["expert_steps"] <= ledger.expert_steps
+    )
+
+
+def holds_training(model: nn.Module) -> bool:
+    """Whether an adapter has moved: LoRA's B is zero at the start of every run."""
+    return any(
+        bool(parameter.detach().any())
+        for parameters in stream_parameters(model).values()
+        for name, parameter in parameters.items()
+        if name.endswith("lora_B")
+    )
 
 
 def make_streams(args: RaptorConfig, model: nn.Module, plan: PrivacyPlan) -> dict[str, Stream]:
@@ -95,8 +127,9 @@ def make_statement(
     public_corpus: str | None,
     disjointness: str | None,
 ) -> PrivacyStatement:
-    """The privacy statement of what is planned and spent, from the objects that clip and add the noise."""
+    """The privacy statement of what is planned and spent; its numbers are those that training used."""
     plan, adapters = ledger.plan, adapter_plan(model)
+    args = _as_trained(args, ledger)
     spent = {"shared": ledger.shared_steps, "expert": ledger.expert_steps}
     described = {
         name: StreamStatement(
@@ -121,13 +154,21 @@ def make_statement(
         protected_layer=adapters.layer,
         ownership=args.ownership,
         accountant=plan.accountant,
-        noise_source="os_entropy" if secure else "insecure_seed",
-        research_diagnostics=args.research_diagnostics,
+        noise_source="os_entropy" if secure and not plan.insecure_noise else "insecure_seed",
+        research_diagnostics=plan.research_diagnostics or args.research_diagnostics,
         base_model=_public_name(model),
         public_corpus=public_corpus,
         disjointness=disjointness,
         not_covered=(*NOT_COVERED, *_chosen_by(args)),
     )
+
+
+def _as_trained(args: RaptorConfig, ledger: PrivacyLedger) -> RaptorConfig:
+    """The arguments with the values of the training so far, whatever was assigned to them since."""
+    found = copy.copy(args)
+    for name in ("method", "ownership", "shared_max_grad_norm", "expert_max_grad_norm", "expert_denominator"):
+        setattr(found, name, ledger.arguments.get(name, getattr(args, name)))
+    return found
 
 
 def _chosen_by(args: RaptorConfig) -> tuple[str, ...]:

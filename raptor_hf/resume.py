@@ -21,10 +21,11 @@ from raptor_hf.binding import Binding
 from raptor_hf.config import RaptorConfig
 from raptor_hf.distributed import from_main, is_main, wait
 from raptor_hf.errors import PrivacyConfigError
+from raptor_hf.moe.adapter_io import load_adapter
 from raptor_hf.plan import check_untrained
 from raptor_hf.state import LEDGER_FILE, STATE_FILE, PrivacyLedger, PrivacyPlan, read_json
 
-__all__ = ["DRIFT", "Start", "begin", "check_arguments", "checkpoint_written_last"]
+__all__ = ["DRIFT", "Start", "begin", "check_arguments", "checkpoint_written_last", "restore_adapter"]
 
 logger = logging.get_logger(__name__)
 
@@ -73,17 +74,23 @@ def arguments(args: RaptorConfig) -> dict[str, Any]:
 
 
 def check_arguments(saved: Mapping[str, Any], args: RaptorConfig) -> None:
-    """Refuse arguments that differ from those of the checkpoint and must not."""
+    """Refuse arguments that differ from those of the training so far and must not."""
     for name, value in arguments(args).items():
         if name in saved and saved[name] != value:
             raise PrivacyConfigError(
-                f"`{name}` is {value!r}, and was {saved[name]!r} in the checkpoint ({DRIFT[name]})",
+                f"`{name}` is {value!r}, and was {saved[name]!r} in the training so far (checkpoint): it {DRIFT[name]}",
                 _WHY[DRIFT[name]],
                 f"Go on with `{name}={saved[name]!r}`, or start a new run in another `output_dir`",
             )
 
 
 # ---- Checkpoints ----
+
+
+def restore_adapter(model: nn.Module, checkpoint: str) -> None:
+    """Load the adapter of a checkpoint of the run that goes on: what made it is counted."""
+    load_adapter(model, checkpoint)
+    model.raptor_loaded = None  # type: ignore[assignment]
 
 
 @contextmanager
@@ -237,8 +244,7 @@ def begin(
     )
     model.raptor_ledger = ledger
     if is_main():
-        ledger.journal = Path(args.output_dir) / LEDGER_FILE
-        ledger.journal.parent.mkdir(parents=True, exist_ok=True)
+        ledger.open_journal(args.output_dir)
     return start, ledger
 
 
@@ -258,12 +264,15 @@ def _begin(
         ledger = PrivacyLedger.load(start.state, plan)
         lost = _count_lost_work(ledger, start)
     else:
+        if ledger is not None and (ledger.shared_steps or ledger.expert_steps):
+            check_arguments(ledger.arguments, args)
         plan = make_plan(cycles)
         if ledger is None or not (ledger.shared_steps or ledger.expert_steps):
             ledger = PrivacyLedger(plan)
         ledger.go_on(plan)
     if start.checkpoint is None:
         check_untrained(model, ledger)
+    ledger.arguments = arguments(args)
     done = start.checkpoint is not None and start.state is not None and start.state["cycle"] >= cycles
     if ledger.cycles_left(cycles) == 0 and not done:
         if start.checkpoint is None:
@@ -277,11 +286,25 @@ def _begin(
     return start, ledger
 
 
+def _without_journal(start: Start) -> None:
+    folder = start.folders[-1]
+    if any(Path(folder).glob(LEDGER_FILE.replace(".json", "*.json"))):
+        raise PrivacyConfigError(
+            f"`{folder}` holds the journal of another run, and none of the run of `{start.checkpoint}`",
+            "What that run released after the checkpoint would be forgotten",
+            "Put its own `raptor_ledger.json` beside the checkpoint, or start a new run from the base model",
+        )
+    logger.warning(
+        f"`{folder}` holds no `{LEDGER_FILE}`. Only the checkpoint's own counters are known: what the run released "
+        "after it is not counted."
+    )
+
+
 def _count_lost_work(ledger: PrivacyLedger, start: Start) -> bool:
     """Count what was released and is in no checkpoint, and say so."""
     before = (ledger.shared_steps, ledger.expert_steps) if start.checkpoint else (0, 0)
-    for folder in start.folders:
-        ledger.count_lost_work(folder)
+    if not any([ledger.count_lost_work(folder) for folder in start.folders]):
+        _without_journal(start)
     lost = (ledger.shared_steps - before[0], ledger.expert_steps - before[1])
     if any(lost):
         logger.warning(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import uuid
@@ -13,12 +14,27 @@ from typing import Any
 from raptor_hf.errors import PrivacyConfigError
 from raptor_hf.privacy.accounting import Mechanism, compute_epsilon, max_cycles
 
-__all__ = ["LEDGER_FILE", "STATE_FILE", "PrivacyLedger", "PrivacyPlan", "read_json", "write_durably"]
+__all__ = [
+    "LEDGER_FILE", "STATE_FILE", "PrivacyLedger", "PrivacyPlan", "adapter_digest", "archive_of", "read_json",
+    "write_durably",
+]  # fmt: skip
 
 # In every checkpoint, written last: a folder without it is no checkpoint.
 STATE_FILE = "raptor_state.json"
 # In the output folder, written before each release.
 LEDGER_FILE = "raptor_ledger.json"
+_ADAPTER = "adapter_model.safetensors"
+
+
+def archive_of(run: str) -> str:
+    """Where the journal of `run` is kept when another run uses its output folder."""
+    return LEDGER_FILE.replace(".json", f"-{run}.json")
+
+
+def adapter_digest(directory: str | os.PathLike) -> str | None:
+    """SHA-256 of the adapter in a folder; None without one."""
+    path = Path(directory) / _ADAPTER
+    return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else None
 
 
 def write_durably(path: Path, content: bytes) -> None:
@@ -82,6 +98,7 @@ class PrivacyLedger:
 
     Attributes:
         run: a random name of the run, the same in its journal and in all its checkpoints. journal: a file.
+        arguments: those of the training so far that must not change.
     """
 
     plan: PrivacyPlan
@@ -89,6 +106,7 @@ class PrivacyLedger:
     expert_steps: int = 0
     run: str = field(default_factory=lambda: uuid.uuid4().hex)
     journal: Path | None = field(default=None, repr=False)
+    arguments: dict[str, Any] = field(default_factory=dict, repr=False)
     _limit: int | None = field(default=None, repr=False)
     _cache: dict[tuple[int, int], float] = field(default_factory=dict, repr=False)
 
@@ -172,21 +190,29 @@ class PrivacyLedger:
         self.plan = replace(expected, cycles=planned.cycles)
 
     def count_lost_work(self, directory: str | os.PathLike) -> bool:
-        """Count what the run released after the state that was loaded, by the journal in `directory`.
+        """Count what the run released after the state that was loaded, by its journals in `directory`.
 
-        Returns: True when the journal counts more. A journal of another run says nothing about this one.
+        Returns: True when there is one. A journal of another run says nothing about this one.
         """
-        found = read_json(Path(directory) / LEDGER_FILE)
-        if found is None or found.get("run") != self.run:
-            return False
-        before = (self.shared_steps, self.expert_steps)
-        self.shared_steps = max(self.shared_steps, int(found["shared_steps"]))
-        self.expert_steps = max(self.expert_steps, int(found["expert_steps"]))
-        return (self.shared_steps, self.expert_steps) != before
+        found = [read_json(Path(directory) / name) for name in (LEDGER_FILE, archive_of(self.run))]
+        own = [journal for journal in found if journal is not None and journal.get("run") == self.run]
+        for journal in own:
+            self.shared_steps = max(self.shared_steps, int(journal["shared_steps"]))
+            self.expert_steps = max(self.expert_steps, int(journal["expert_steps"]))
+        return bool(own)
+
+    def open_journal(self, directory: str | os.PathLike) -> None:
+        """Count in `directory` from now on; the journal that another run left there is kept under its run's name."""
+        path = Path(directory) / LEDGER_FILE
+        path.parent.mkdir(parents=True, exist_ok=True)
+        found = read_json(path)
+        if found is not None and found.get("run") not in (None, self.run):
+            write_durably(path.with_name(archive_of(str(found["run"]))), path.read_bytes())
+        self.journal = path
 
     def save(self, directory: str | os.PathLike, **more: Any) -> None:
-        """Write the state, and `more` beside it."""
-        self._write(Path(directory) / STATE_FILE, **more)
+        """Write the state, `more` beside it, and to which adapter it belongs."""
+        self._write(Path(directory) / STATE_FILE, adapter_sha256=adapter_digest(directory), **more)
 
     def _write(self, path: Path, **more: Any) -> None:
         steps = {"shared_steps": self.shared_steps, "expert_steps": self.expert_steps}

@@ -59,6 +59,7 @@ def load_release(
         from raptor_hf.moe.adapter_io import load_adapter
 
         model = load_adapter(base, snapshot.folder)
+    model.raptor_loaded = str(snapshot.source)  # merged as well: a trainer's statement would not count the release
     return model.requires_grad_(False).eval()
 
 

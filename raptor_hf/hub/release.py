@@ -18,6 +18,7 @@ from raptor_hf.hub.contents import ADAPTER_CONFIG, CARD, MANIFEST, STATEMENT, TO
 from raptor_hf.hub.model_card import CardOptions, update_card
 from raptor_hf.hub.weights import AdapterContents, check_adapter, read_contents, read_header
 from raptor_hf.privacy.statement import PrivacyStatement
+from raptor_hf.state import STATE_FILE, adapter_digest, read_json
 
 __all__ = ["BUNDLED", "export_release", "known_id"]
 
@@ -64,6 +65,7 @@ def export_release(
     with tempfile.TemporaryDirectory() as scratch:
         if isinstance(trainer_or_dir, (str, os.PathLike)):
             source, model = Path(trainer_or_dir), None
+            _check_belongs(source)
         else:
             source, model = Path(scratch), trainer_or_dir.model
             _save(trainer_or_dir, source)
@@ -168,11 +170,34 @@ def _commit(model: Any, config: Mapping[str, Any], name: str | None) -> str | No
 def _save(trainer: Any, folder: Path) -> None:
     from raptor_hf.moe.adapter_io import save_adapter
 
+    statement = trainer.privacy_statement()
     save_adapter(trainer.model, folder)
     processor: Any = getattr(trainer, "processing_class", None)
     if hasattr(processor, "save_pretrained"):
         processor.save_pretrained(folder)
-    (folder / STATEMENT).write_text(trainer.privacy_statement().to_json(), encoding="utf-8")
+    (folder / STATEMENT).write_text(statement.to_json(), encoding="utf-8")
+
+
+def _check_belongs(source: Path) -> None:
+    """Refuse a folder whose statement was not written for the adapter beside it."""
+    if not all((source / name).is_file() for name in (WEIGHTS, ADAPTER_CONFIG, STATEMENT)):
+        return  # `_collect` says which is missing
+    state, manifest = read_json(source / STATE_FILE) or {}, read_json(source / MANIFEST) or {}
+    digest = adapter_digest(source)
+    if state:
+        statement = PrivacyStatement.from_json((source / STATEMENT).read_text(encoding="utf-8"))
+        streams = {"shared": statement.shared, "expert": statement.expert}
+        same = state.get("adapter_sha256") == digest and all(
+            stream is None or stream.steps_taken == state.get(f"{name}_steps") for name, stream in streams.items()
+        )
+    else:  # a release has a manifest instead
+        same = manifest.get("files", {}).get(WEIGHTS, {}).get("sha256") == digest
+    if not same:
+        raise ReleaseError(
+            f"`{STATEMENT}` in the folder `{source.name}` was not written for the `{WEIGHTS}` beside it",
+            f"Neither `{STATE_FILE}` nor `{MANIFEST}` fits them both: the adapter may have spent more than is stated",
+            "Save again with `trainer.save_model`, or export from the trainer",
+        )
 
 
 def _check_target(target: Path, source: Any) -> None:

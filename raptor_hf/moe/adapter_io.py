@@ -21,6 +21,8 @@ __all__ = ["adapter_state_dict", "check_loaded", "load_adapter", "save_adapter"]
 # Names that PEFT's conversion for "qwen2_moe" and "mixtral" checkpoints looks for at the end of a target.
 _REWRITTEN = ("gate_proj", "up_proj", "down_proj", "gate", "w1", "w2", "w3")
 WEIGHTS, PREFIX = "adapter_model.safetensors", "base_model.model."
+# What describes the adapter beside it: statement, manifest of a release, state of the budget.
+_ABOUT = ("privacy.json", "release.json", "raptor_state.json")
 
 
 def _expert_keys(plan: AdapterPlan) -> dict[tuple[str, int], str]:
@@ -107,9 +109,14 @@ def peft_config(model: nn.Module) -> LoraConfig:
 
 
 def save_adapter(model: nn.Module, directory: str | os.PathLike) -> None:
-    """Write `adapter_model.safetensors` and `adapter_config.json`; the weights file is replaced atomically."""
+    """Write `adapter_model.safetensors` and `adapter_config.json`; the weights file is replaced atomically.
+
+    The statement, manifest and state of the adapter that was there before are deleted first.
+    """
     path = Path(directory)
     path.mkdir(parents=True, exist_ok=True)
+    for name in _ABOUT:
+        (path / name).unlink(missing_ok=True)
     partial = path / (WEIGHTS + ".partial")
     save_file(adapter_state_dict(model), partial, metadata={"format": "pt"})
     partial.replace(path / WEIGHTS)
@@ -129,6 +136,9 @@ def _protected_layer(keys: Any, layout: Any) -> int:
 
 def load_adapter(model: nn.Module, directory: str | os.PathLike) -> nn.Module:
     """Load a saved adapter into `model` (in place), attaching adapters first where it has none.
+
+    A trainer around the model evaluates and predicts; training, statements and exports are refused, because what the
+    adapter has spent is counted elsewhere. To train on, resume from a checkpoint.
 
     Raises:
         PrivacyConfigError: the file's tensors are not exactly those that the model's adapters need.
@@ -157,6 +167,7 @@ def load_adapter(model: nn.Module, directory: str | os.PathLike) -> nn.Module:
             "Other layers, ranks or a different protected layer would be loaded in part only",
             "Load it into the base model it was trained on, with the settings it was trained with",
         )
+    model.raptor_loaded = str(path)  # type: ignore[assignment]
     with torch.no_grad():
         for target in plan.shared_targets:
             module = model.get_submodule(target)

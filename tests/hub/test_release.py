@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from raptor_hf import PrivacyStatement, ReleaseError, export_release
 from raptor_hf.hub import contents
+from raptor_hf.hub.contents import sha256
 from raptor_hf.moe import adapter_io
 from tests.hub.build import BASE, copy, edit_json, problems, tiny_tokenizer
 from tests.trainer.build import assert_refused, files
@@ -48,6 +49,7 @@ def test_weights_are_serialised_again_without_metadata(trainer, release, tmp_pat
     path = output / "adapter_model.safetensors"
     tensors = load_file(path)
     save_file(tensors, path, metadata={"format": "pt", "note": "secret-canary"})
+    edit_json(output / "raptor_state.json", lambda s: s.update(adapter_sha256=sha256(path.read_bytes())))
     made = export_release(output, tmp_path / "made", **BASE)
     assert b"secret-canary" not in (made / "adapter_model.safetensors").read_bytes()
     with safe_open(made / "adapter_model.safetensors", "pt") as file:

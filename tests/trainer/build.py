@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+import weakref
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from datasets import Dataset
 from torch import nn
 from transformers import TrainerCallback
 
-from raptor_hf import RaptorConfig, RaptorTrainer, stream_parameters
+from raptor_hf import RaptorConfig, RaptorTrainer, plan, stream_parameters
 from raptor_hf.errors import RaptorError
 from raptor_hf.privacy.sampling import Cycle
 from tests.helpers import collate, tiny_model, tiny_records
@@ -47,8 +48,15 @@ def make_trainer(records: int | Sequence[dict] = 24, model: nn.Module | None = N
     return RaptorTrainer(model=tiny_model() if model is None else model, args=make_config(**changes), **own)
 
 
+# A trainer refuses adapters that are not at their start; those that a test has perturbed hold no training.
+PERTURBED: weakref.WeakSet = weakref.WeakSet()
+_holds_training = plan.holds_training
+plan.holds_training = lambda model: model not in PERTURBED and _holds_training(model)
+
+
 def perturb_adapters(model: nn.Module, seed: int = 3, scale: float = 0.3) -> None:
     """Adapters as after some training: LoRA's B is not zero, so that every tensor has a gradient."""
+    PERTURBED.add(model)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameters in stream_parameters(model).values():

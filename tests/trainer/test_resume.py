@@ -101,7 +101,7 @@ def test_a_checkpoint_holds_nothing_private(tmp_path):
         assert f"{word}:" not in squeezed and f'"{word}"' not in squeezed, word
     state = json.loads((checkpoint(folder, 2) / "raptor_state.json").read_text())
     assert set(state) == {
-        "run", "plan", "shared_steps", "expert_steps", "cycle", "arguments", "base_model", "files"
+        "run", "plan", "shared_steps", "expert_steps", "cycle", "arguments", "base_model", "files", "adapter_sha256",
     }  # fmt: skip
 
 
