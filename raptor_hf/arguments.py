@@ -67,7 +67,7 @@ REFUSED_ARGUMENTS: dict[str, tuple[Callable[[Any], bool], str, str]] = {
     "auto_find_batch_size": (
         _off,
         "It restarts training from scratch after an out-of-memory error, and every restart spends the budget again",
-        "Lower `per_device_train_batch_size`: it is the micro-batch, and changes memory only",
+        "Set `expected_batch_size` and lower `per_device_train_batch_size`, which then changes memory only",
     ),
     "dataloader_drop_last": (
         _off,
@@ -82,12 +82,12 @@ REFUSED_ARGUMENTS: dict[str, tuple[Callable[[Any], bool], str, str]] = {
     "activation_checkpointing": (
         _off,
         'torch.func does not support saved-tensor hooks, so the "functorch" engine cannot recompute activations',
-        'Set `grad_sample_mode="hooks"`, or lower `per_device_train_batch_size` to save memory',
+        'Set `grad_sample_mode="hooks"`, or lower `per_device_train_batch_size` beside a set `expected_batch_size`',
     ),
     "gradient_checkpointing": (
         _off,
         'torch.func does not support saved-tensor hooks, so the "functorch" engine cannot recompute activations',
-        'Set `grad_sample_mode="hooks"`, or lower `per_device_train_batch_size` to save memory',
+        'Set `grad_sample_mode="hooks"`, or lower `per_device_train_batch_size` beside a set `expected_batch_size`',
     ),
     "include_num_input_tokens_seen": (
         _off,
@@ -150,7 +150,8 @@ _DDP = "As in `Trainer`"
 # Inherited arguments that work; a remark where the meaning needs one.
 WORKS: dict[str, str] = {
     "output_dir": "",
-    "per_device_train_batch_size": "The micro-batch: memory, never privacy; and the default of `expected_batch_size`",
+    "per_device_train_batch_size": "The micro-batch: memory only, once `expected_batch_size` is set. Without that it "
+    "also sets B (x accumulation steps x processes), and with B the noise",
     "num_train_epochs": "An epoch is n / B cycles",
     "max_steps": "Cycles: an update of each stream",
     "learning_rate": "Of both streams, unless `expert_learning_rate` is set",

@@ -14,7 +14,7 @@ from raptor_hf.errors import PrivacyConfigError
 from raptor_hf.methods import get_method
 from raptor_hf.validate import integer, one_of, positive, probability
 
-__all__ = ["REFUSED_ARGUMENTS", "RaptorConfig"]
+__all__ = ["REFUSED_ARGUMENTS", "RaptorConfig", "configuration_page"]
 
 
 def _help(text: str) -> dict[str, str]:
@@ -30,7 +30,8 @@ class RaptorConfig(TrainingArguments):
     """`TrainingArguments` for `RaptorTrainer`. Every inherited argument works as usual or is refused with a reason.
 
     One optimizer step is one cycle: an update of the shared stream, then one of the expert stream.
-    `per_device_train_batch_size` is the micro-batch (memory, never privacy).
+    `per_device_train_batch_size` is the micro-batch: memory only, once `expected_batch_size` is set. Without that, it
+    also sets B, and with B the noise.
 
     Raises:
         PrivacyConfigError: a value that would break, weaken or misstate the guarantee.
@@ -41,7 +42,10 @@ class RaptorConfig(TrainingArguments):
         default=None,
         metadata=_help("Privacy budget epsilon of the whole run. Give it, or both noise multipliers, not both."),
     )
-    target_delta: float | None = field(default=None, metadata=_help("delta; default n^-1.1 for n records."))
+    target_delta: float | None = field(
+        default=None,
+        metadata=_help("delta; default n^-1.1 for n records, which is large for few: a warning above 1e-3."),
+    )
     shared_noise_multiplier: float | None = field(
         default=None, metadata=_help("sigma_s: noise of the shared stream in units of its clipping norm.")
     )
@@ -62,7 +66,8 @@ class RaptorConfig(TrainingArguments):
         default=None,
         metadata=_help(
             "B: expected number of records a stream draws in a cycle, and the public denominator. Default: "
-            "per_device_train_batch_size x gradient_accumulation_steps x processes."
+            "per_device_train_batch_size x gradient_accumulation_steps x processes; once it is set, the per-device "
+            "size is memory only."
         ),
     )
     dataset_size: int | None = field(
@@ -219,3 +224,30 @@ class RaptorConfig(TrainingArguments):
             integer("insecure_noise_seed", self.insecure_noise_seed)
             warnings.warn("`insecure_noise_seed` is set: this run is NOT private.", stacklevel=4)
         self.protected_layer = str(self.protected_layer)
+
+
+_HEAD = """# Fields of `RaptorConfig`
+
+<!-- Made from the fields of raptor_hf/config.py by `python -m raptor_hf.config`; a test compares. -->
+
+`RaptorConfig` is `TrainingArguments` with these fields of its own. Each is also a key of the YAML file of
+`raptor-hf train` and a flag, `--field value`. The inherited ones are in [arguments.md](arguments.md).
+
+| field | type | default | meaning |
+|---|---|---|---|
+"""
+
+
+def configuration_page() -> str:
+    """The text of docs/configuration.md."""
+    declared_by_name = {declared.name: declared for declared in dataclasses.fields(RaptorConfig)}
+    own = [declared_by_name[name] for name in RaptorConfig.__annotations__]
+    return _HEAD + "".join(
+        f"| `{declared.name}` | {str(declared.type).removesuffix(' | None')} | "
+        f"{'unset' if declared.default is None else f'`{declared.default!r}`'} | {declared.metadata['help']} |\n"
+        for declared in own
+    )
+
+
+if __name__ == "__main__":
+    print(configuration_page(), end="")

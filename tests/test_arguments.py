@@ -15,7 +15,7 @@ from datasets import Dataset
 from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_utils import SchedulerType
 
-from raptor_hf import PrivacyConfigError, RaptorTrainer, load_adapter
+from raptor_hf import PrivacyConfigError, RaptorConfig, RaptorTrainer, load_adapter
 from raptor_hf.arguments import (
     CHECKPOINTING,
     NO_EFFECT,
@@ -25,6 +25,7 @@ from raptor_hf.arguments import (
     argument_rows,
     arguments_page,
 )
+from raptor_hf.config import configuration_page
 from tests.helpers import collate, tiny_model, tiny_records
 from tests.trainer.build import assert_refused, fix_draws, make_config, make_trainer, values
 
@@ -57,6 +58,17 @@ def test_the_page_is_made_from_the_table():
     for name, status, why in argument_rows():
         assert f"| `{name}` |" in arguments_page()
         assert why or status == "works", f"{name} is {status} without a reason"
+
+
+def test_the_page_of_the_own_fields_is_made_from_them():
+    assert (DOCS / "configuration.md").read_text() == configuration_page(), (
+        "run python -m raptor_hf.config > docs/configuration.md"
+    )
+    inherited = {declared.name for declared in dataclasses.fields(TrainingArguments)} - {"max_grad_norm"}
+    for declared in dataclasses.fields(RaptorConfig):
+        own = f"| `{declared.name}` |" in configuration_page()
+        assert own == (declared.name not in inherited), declared.name
+        assert not own or declared.metadata["help"], declared.name
 
 
 def test_defaults_are_accepted_without_a_word():
