@@ -73,12 +73,12 @@ def arguments(args: RaptorConfig) -> dict[str, Any]:
     return {name: _plain(name, getattr(args, name)) for name, drift in sorted(DRIFT.items()) if drift != _FREE}
 
 
-def check_arguments(saved: Mapping[str, Any], args: RaptorConfig) -> None:
+def check_arguments(saved: Mapping[str, Any], args: RaptorConfig, where: str = "the checkpoint") -> None:
     """Refuse arguments that differ from those of the training so far and must not."""
     for name, value in arguments(args).items():
         if name in saved and saved[name] != value:
             raise PrivacyConfigError(
-                f"`{name}` is {value!r}, and was {saved[name]!r} in the training so far (checkpoint): it {DRIFT[name]}",
+                f"`{name}` is {value!r}, and was {saved[name]!r} in {where} ({DRIFT[name]})",
                 _WHY[DRIFT[name]],
                 f"Go on with `{name}={saved[name]!r}`, or start a new run in another `output_dir`",
             )
@@ -265,7 +265,7 @@ def _begin(
         lost = _count_lost_work(ledger, start)
     else:
         if ledger is not None and (ledger.shared_steps or ledger.expert_steps):
-            check_arguments(ledger.arguments, args)
+            check_arguments(ledger.arguments, args, "the training so far")
         plan = make_plan(cycles)
         if ledger is None or not (ledger.shared_steps or ledger.expert_steps):
             ledger = PrivacyLedger(plan)
