@@ -58,6 +58,8 @@ def _read(path: str | None) -> Dataset | None:
         raise PrivacyConfigError(
             f"The file `{path}` was given", f"Its format is none of {', '.join(_FORMATS)}", "Convert it to one of them"
         )
+    if not Path(path).is_file():
+        raise PrivacyConfigError(f"The file `{path}` was given", "There is no such file", "Give the path of one")
     builder, separator = _FORMATS[suffix]
     options: dict[str, Any] = {} if separator is None else {"sep": separator, "quoting": 3 if suffix == ".tsv" else 0}
     return load_dataset(builder, data_files=path, split="train", **options)
@@ -79,7 +81,14 @@ def load_task(args: DataArguments) -> TextTask:
         train, evaluation = Dataset.from_list(rows), Dataset.from_list(test)
         public = Dataset.from_list([{"text": text} for text in imdb_sentences(2_000)])
     elif args.dataset_name is not None:
-        splits = load_dataset(args.dataset_name, args.dataset_config_name)
+        try:
+            splits = load_dataset(args.dataset_name, args.dataset_config_name)
+        except (OSError, ValueError) as error:
+            raise PrivacyConfigError(
+                f"The dataset `{args.dataset_name}` could not be loaded",
+                (str(error).strip().splitlines() or [type(error).__name__])[0],
+                "Give the id of a dataset on the Hub and its configuration, or files (`train_file`)",
+            ) from error
         train = splits["train"]
         evaluation = next((splits[s] for s in ("validation", "validation_matched", "test") if s in splits), None)
     elif args.train_file is not None:

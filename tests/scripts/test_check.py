@@ -95,3 +95,11 @@ def test_a_model_that_is_not_there_is_a_message(model, tmp_path, capsys):
     assert cli.main(["check", model.format(tmp_path)]) == 2
     printed = capsys.readouterr().err
     assert "Give " in printed and "Traceback" not in printed
+
+
+def test_data_that_are_not_there_are_a_message(tmp_path, capsys):
+    assert cli.main(["check", "tiny-switch", "--data", str(tmp_path / "missing.csv")]) == 2
+    assert "no such file" in capsys.readouterr().err
+    path = configuration(tmp_path / "c.yaml", output_dir=tmp_path, target_epsilon=1, dataset_name="no/such-data")
+    assert cli.main(["check", path]) == 2
+    assert "no/such-data" in capsys.readouterr().err
