@@ -18,7 +18,6 @@ from raptor_hf.hub.contents import ADAPTER_CONFIG, CARD, MANIFEST, STATEMENT, TO
 from raptor_hf.hub.model_card import CardOptions, update_card
 from raptor_hf.hub.weights import AdapterContents, check_adapter, read_contents, read_header
 from raptor_hf.privacy.statement import PrivacyStatement
-from raptor_hf.state import STATE_FILE, adapter_digest, read_json
 
 __all__ = ["BUNDLED", "export_release", "known_id"]
 
@@ -178,12 +177,20 @@ def _save(trainer: Any, folder: Path) -> None:
     (folder / STATEMENT).write_text(statement.to_json(), encoding="utf-8")
 
 
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
 def _check_belongs(source: Path) -> None:
     """Refuse a folder whose statement was not written for the adapter beside it."""
     if not all((source / name).is_file() for name in (WEIGHTS, ADAPTER_CONFIG, STATEMENT)):
         return  # `_collect` says which is missing
-    state, manifest = read_json(source / STATE_FILE) or {}, read_json(source / MANIFEST) or {}
-    digest = adapter_digest(source)
+    state, manifest = _read_json(source / contents.STATE), _read_json(source / MANIFEST)
+    digest = contents.sha256((source / WEIGHTS).read_bytes())
     if state:
         statement = PrivacyStatement.from_json((source / STATEMENT).read_text(encoding="utf-8"))
         streams = {"shared": statement.shared, "expert": statement.expert}
@@ -195,7 +202,7 @@ def _check_belongs(source: Path) -> None:
     if not same:
         raise ReleaseError(
             f"`{STATEMENT}` in the folder `{source.name}` was not written for the `{WEIGHTS}` beside it",
-            f"Neither `{STATE_FILE}` nor `{MANIFEST}` fits them both: the adapter may have spent more than is stated",
+            f"Neither `{contents.STATE}` nor `{MANIFEST}` fits them both: the adapter may have spent more than is stated",
             "Save again with `trainer.save_model`, or export from the trainer",
         )
 
