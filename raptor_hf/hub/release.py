@@ -202,7 +202,7 @@ def _check_belongs(source: Path) -> None:
     if not same:
         raise ReleaseError(
             f"`{STATEMENT}` in the folder `{source.name}` was not written for the `{WEIGHTS}` beside it",
-            f"Neither `{contents.STATE}` nor `{MANIFEST}` fits them both: the adapter may have spent more than is stated",
+            f"Neither `{contents.STATE}` nor `{MANIFEST}` fits them both: the adapter may have spent more than stated",
             "Save again with `trainer.save_model`, or export from the trainer",
         )
 
