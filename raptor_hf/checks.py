@@ -252,7 +252,7 @@ def check_sizes(
         )
     if expected_batch_size > dataset_size:
         raise PrivacyConfigError(
-            f"The expected batch size B is {expected_batch_size} ({batch_from or '`expected_batch_size` was set'}) for "
+            f"`expected_batch_size={expected_batch_size}` ({batch_from or 'as was set'}) is more than the "
             f"{dataset_size} records",
             "The sampling rate p = B / n cannot exceed 1",
             f"{'Set' if batch_from else 'Lower'} `expected_batch_size` to the number of records or less, or add some",
