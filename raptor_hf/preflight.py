@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from transformers import Trainer
 
 from raptor_hf.config import RaptorConfig
 from raptor_hf.errors import PrivacyConfigError
 
-__all__ = ["check_trainer_arguments"]
+__all__ = ["check_device", "check_trainer_arguments"]
 
 # Methods of a `Trainer` that decide which records are drawn, and what is released from them.
 _OWN_STEPS = ("_get_train_sampler", "get_train_dataloader", "get_batch_samples", "training_step")
@@ -23,6 +24,7 @@ def check_trainer_arguments(cls: type, args: Any, model_init: Any, compute_loss_
             "It holds no privacy budget, noise or clipping norms",
             "Pass a `RaptorConfig`: it takes every argument of `TrainingArguments`",
         )
+    check_device(args.device)
     if model_init is not None:
         raise PrivacyConfigError(
             "`model_init` was passed",
@@ -43,3 +45,13 @@ def check_trainer_arguments(cls: type, args: Any, model_init: Any, compute_loss_
                 "them; another sampler, loader or step is not accounted for",
                 "Leave it as it is; use callbacks, the collator or the dataset for what you need",
             )
+
+
+def check_device(device: torch.device) -> None:
+    """Refuse a device without float64: norms, sums and noise are float64."""
+    if device.type == "mps":
+        raise PrivacyConfigError(
+            "Training on the device `mps` was asked for",
+            "It has no float64, and norms, sums or noise of fewer digits would not keep the guarantee",
+            "Set `use_cpu=True`, or train on a CUDA device",
+        )

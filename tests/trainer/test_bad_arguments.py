@@ -9,6 +9,7 @@ from transformers import TrainingArguments
 
 from raptor_hf import PrivacyConfigError, RaptorTrainer
 from raptor_hf.config import REFUSED_ARGUMENTS
+from raptor_hf.preflight import check_device
 from tests.helpers import tiny_model, tiny_records
 from tests.trainer.build import assert_refused, assert_refused_before_training, make_config, make_trainer
 
@@ -139,3 +140,9 @@ def test_losses_over_a_whole_batch_are_refused():
 
 def test_searching_is_refused():
     assert_refused(make_trainer().hyperparameter_search, PrivacyConfigError, "search")
+
+
+def test_a_device_without_float64_is_refused():
+    check_device(torch.device("cpu"))
+    with pytest.raises(PrivacyConfigError, match="float64"):
+        check_device(torch.device("mps"))
