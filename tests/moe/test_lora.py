@@ -183,7 +183,7 @@ def test_a_copy_saves_itself(tmp_path):
         (r".*block\.[02]\..*SelfAttention\.[qk]", {n for n in ATTENTION if re.search(r"block\.[02].*[qk]$", n)}),
         (["wi", "wo"], {f"encoder.block.{b}.layer.1.mlp.{p}" for b in (0, 2) for p in ("wi", "wo")}),
     ],
-    ids=str,
+    ids=["name", "suffixes", "path", "pattern", "feed forward"],
 )
 def test_targets_by_list_and_by_pattern(targets, expected):
     model = attach_adapters(tiny_model(), lora(target_modules=targets), 3)
