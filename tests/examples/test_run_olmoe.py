@@ -20,10 +20,13 @@ def test_run(objective, ownership, tmp_path, capsys):
         rows = [{"text": f"film {i} is good", "label": ["neg", "pos"][i % 2]} for i in range(16)]
     records = tmp_path / "records.jsonl"
     records.write_text("\n".join(json.dumps(row) for row in rows))
+    key = "prompt" if objective == "completion" else "text"
+    held_out = tmp_path / "held_out.jsonl"
+    held_out.write_text("\n".join(json.dumps({**row, key: f"so {row[key]}"}) for row in rows))
     result = runpy.run_path(str(SCRIPT))["main"](
         [
             "--model_name_or_path", "tiny-random", "--objective", objective, "--ownership", ownership,
-            "--train_file", str(records), "--validation_file", str(records), "--max_seq_length", "12",
+            "--train_file", str(records), "--validation_file", str(held_out), "--max_seq_length", "12",
             "--shared_noise_multiplier", "1", "--expert_noise_multiplier", "1", "--max_steps", "1",
             "--output_dir", str(tmp_path / "out"), "--use_cpu", "--report_to", "none", "--disable_tqdm", "True",
         ]

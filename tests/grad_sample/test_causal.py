@@ -163,7 +163,13 @@ def test_one_cycle(mode, tmp_path):
         use_cpu=True, disable_tqdm=True,
         grad_sample_mode=mode,
     )  # fmt: skip
-    trainer = RaptorTrainer(model, args, data_collator=COLLATE, train_dataset=[*ITEMS, *SILENT], eval_dataset=ITEMS)
+    trainer = RaptorTrainer(
+        model,
+        args,
+        data_collator=COLLATE,
+        train_dataset=[*ITEMS, *SILENT],
+        eval_dataset=records(5, seed=14, causal=True),
+    )
     before = {name: value.clone() for name, value in model.state_dict().items()}
     trainer.train()
     moved = {name for name, value in model.state_dict().items() if not torch.equal(value, before[name])}
