@@ -11,7 +11,6 @@ from torch import nn
 from raptor_hf.grad_sample.functorch import functorch_gradients
 from raptor_hf.grad_sample.hooks import hooks_gradients
 from raptor_hf.grad_sample.losses import LossFn, model_loss, residual_weighted
-from raptor_hf.grad_sample.outer import OuterProducts
 from raptor_hf.grad_sample.reference import reference_gradients
 from raptor_hf.validate import one_of
 
@@ -39,11 +38,13 @@ def per_sample_gradients(
     Args:
         model: a model that went through `attach_adapters`; its train/eval mode is used as it is.
         batch: tensors with a leading records dimension b, padded on the right.
-        parameters: one stream of `stream_parameters(model)`.
+        parameters: one stream of `stream_parameters(model)`; or, without `owner`, any of the model's trainables:
+            shared ones and stacked expert adapters of one or several layers together.
         mode: engine, `"functorch"`, `"hooks"` or `"reference"`.
         loss_fn: (forward, batch of one record) -> scalar; default: the model's own loss.
         owner: (b,) int64, for the expert stream: only the owner's adapters are differentiated (Eq. 8); all other
-            experts' adapters are constants.
+            experts' adapters are constants. Without it, an expert adapter in `parameters` has the gradients (b, E, ...)
+            of all experts that the record activates.
         dense: with `owner`: return the full (b, E, ...) tensors, zero outside the owner's slice. The default is
             the compact form: the owner's slice alone, (b, ...). E times smaller, same information given `owner`.
 
@@ -55,7 +56,7 @@ def per_sample_gradients(
         else in the batch.
     """
     grads = {
-        name: value.dense() if isinstance(value, OuterProducts) else value
+        name: value if isinstance(value, torch.Tensor) else value.dense()
         for name, value in engine_gradients(model, batch, parameters, mode=mode, loss_fn=loss_fn, owner=owner).items()
     }
     if owner is None or not dense:
@@ -76,7 +77,8 @@ def engine_gradients(
     loss_fn: LossFn | None = None,
     owner: torch.Tensor | None = None,
 ) -> dict[str, Any]:
-    """What `ClippedSum.add` takes: as `per_sample_gradients` (compact), but perhaps not formed (`OuterProducts`)."""
+    """What `ClippedSum.add` takes: as `per_sample_gradients` (compact), but perhaps not formed
+    (`RecordGradients`)."""
     one_of("mode", mode, tuple(ENGINES))
     size = next(iter(batch.values())).shape[0]
     if size == 0:

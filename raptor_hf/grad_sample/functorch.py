@@ -11,9 +11,9 @@ from torch.func import functional_call, grad, vmap
 from transformers import masking_utils
 
 from raptor_hf.grad_sample.losses import LossFn
-from raptor_hf.grad_sample.owners import protected_block, refuse_experts
+from raptor_hf.grad_sample.owners import adapted_blocks, protected_block
 from raptor_hf.moe.block import kernel_mode
-from raptor_hf.moe.experts import OwnerAdapters
+from raptor_hf.moe.experts import AllAdapters, OwnerAdapters
 
 __all__ = ["functorch_gradients"]
 
@@ -60,14 +60,22 @@ def functorch_gradients(
     # An outer graph would be recorded for every parameter that requires grad; `grad` works at its own level.
     with torch.no_grad(), _plain_attention(model):
         if owner is None:
-            refuse_experts(model, parameters)
+            blocks = adapted_blocks(model, parameters)
+            of_experts = {name for values in blocks.values() for name in values}
             primals = {name: p.detach() for name, p in parameters.items()}
 
             def shared_loss(values, record):
-                def forward(**inputs):
-                    return functional_call(model, values, (), inputs)
+                # the blocks keep their own adapters, as constants; what is differentiated goes to the kernel
+                shared = {name: value for name, value in values.items() if name not in of_experts}
+                wanted = {}
+                for path, adapters in blocks.items():
+                    a1, b1, a2, b2 = (values.get(name, value) for name, value in adapters.items())
+                    wanted[path] = AllAdapters((a1, b1), (a2, b2))
 
-                with kernel_mode(model):
+                def forward(**inputs):
+                    return functional_call(model, shared, (), inputs)
+
+                with kernel_mode(model, wanted):
                     return loss_fn(forward, _single(record))
 
             return vmap(grad(shared_loss), in_dims=(None, 0), randomness="different")(primals, records)

@@ -18,12 +18,14 @@ from torch import nn
 from transformers.utils import ModelOutput
 
 from raptor_hf.errors import UnsupportedModelError
+from raptor_hf.grad_sample.expert_outer import ExpertOuterProducts, NotedPairs
 from raptor_hf.grad_sample.losses import LossFn, model_loss
 from raptor_hf.grad_sample.outer import OuterProducts
-from raptor_hf.grad_sample.owners import protected_block, refuse_experts
+from raptor_hf.grad_sample.owners import adapted_blocks, protected_block
 from raptor_hf.moe.block import kernel_mode
-from raptor_hf.moe.experts import OwnerAdapters
+from raptor_hf.moe.experts import AllAdapters, OwnerAdapters, PairParts
 from raptor_hf.moe.lora import LoraLinear
+from raptor_hf.moe.pairs import Spans
 
 __all__ = ["hooks_gradients"]
 
@@ -31,23 +33,34 @@ _LABELS = "labels"
 
 
 class _Tape:
-    """What the modules noted: parameter name -> parts of `OuterProducts`."""
+    """What the modules noted: parameter name -> parts of `OuterProducts`, or pairs of `ExpertOuterProducts`."""
 
     def __init__(self, records: int):
         self.records = records
         self.parts: dict[str, list[tuple[torch.Tensor, torch.Tensor | None]]] = {}
+        self.pairs: dict[str, list[NotedPairs]] = {}
 
     def note(self, name: str, left: torch.Tensor, right: torch.Tensor | None) -> None:
         """left (b, ..., p) and right (b, ..., q) of one call of a module."""
-        if left.shape[0] != self.records:
+        self._check_rows(name, left.shape[0])
+        shape = (self.records, -1)
+        right = None if right is None else right.detach().reshape(*shape, right.shape[-1])
+        self.parts.setdefault(name, []).append((left.detach().reshape(*shape, left.shape[-1]), right))
+
+    def note_pairs(self, names: list[str], parts: list[PairParts], spans: Spans, of: torch.Tensor, rows: int) -> None:
+        """The factors of a block's adapters `names` (empty: not wanted) in one of its calls."""
+        for name, part in zip(names, parts, strict=True):
+            if name:
+                self._check_rows(name, rows)
+                self.pairs.setdefault(name, []).append((part, spans, of))
+
+    def _check_rows(self, name: str, rows: int) -> None:
+        if rows != self.records:
             raise UnsupportedModelError(
-                f"The module of `{name}` was called with {left.shape[0]} rows for {self.records} records",
+                f"The module of `{name}` was called with {rows} rows for {self.records} records",
                 "Which record a row belongs to cannot be told, and clipping rows would not bound a record",
                 'Leave it out of `shared_target_modules`, or use `grad_sample_mode="functorch"`',
             )
-        rows = (self.records, -1)
-        right = None if right is None else right.detach().reshape(*rows, right.shape[-1])
-        self.parts.setdefault(name, []).append((left.detach().reshape(*rows, left.shape[-1]), right))
 
 
 class _TapedLora(torch.autograd.Function):
@@ -195,19 +208,10 @@ def hooks_gradients(
     loss_fn: LossFn,
     owner: torch.Tensor | None,
 ) -> dict[str, Any]:
-    """See `per_sample_gradients`. Shared stream: `OuterProducts`; expert stream: tensors (b, *shape[1:])."""
+    """See `per_sample_gradients`. With `owner`: tensors (b, *shape[1:]). Without: `RecordGradients`."""
     records = next(iter(batch.values())).shape[0]
     if owner is None:
-        refuse_experts(model, parameters)
-        tape = _Tape(records)
-        with torch.enable_grad(), _taped(model, parameters, tape), kernel_mode(model):
-            total = _losses(model, batch, loss_fn).sum()
-            # runs the backward of every taped module; they note their parts and return no gradient
-            torch.autograd.grad(total, list(parameters.values()), allow_unused=True)
-        return {
-            name: OuterProducts(records, p.shape, tape.parts.get(name, []), device=p.device, dtype=p.dtype)
-            for name, p in parameters.items()
-        }
+        return _shared_gradients(model, batch, parameters, loss_fn, _Tape(records))
     path, names = protected_block(model, parameters)
     owned = [parameters[name].detach().index_select(0, owner).requires_grad_() for name in names]
     a1, b1, a2, b2 = owned
@@ -218,3 +222,32 @@ def hooks_gradients(
     return {
         name: torch.zeros_like(value) if g is None else g for name, value, g in zip(names, owned, grads, strict=True)
     }
+
+
+def _shared_gradients(
+    model: nn.Module,
+    batch: Mapping[str, torch.Tensor],
+    parameters: Mapping[str, torch.Tensor],
+    loss_fn: LossFn,
+    tape: _Tape,
+) -> dict[str, Any]:
+    blocks = adapted_blocks(model, parameters)
+    of_experts = {name for values in blocks.values() for name in values}
+    wanted = {}
+    for path, values in blocks.items():
+        a1, b1, a2, b2 = values.values()
+        names = [name if name in parameters else "" for name in values]
+        wanted[path] = AllAdapters((a1, b1), (a2, b2), partial(tape.note_pairs, names))
+    others = {name: value for name, value in parameters.items() if name not in of_experts}
+    with torch.enable_grad(), _taped(model, others, tape), kernel_mode(model, wanted):
+        total = _losses(model, batch, loss_fn).sum()
+        # runs the backward of every taped module and block; they note their parts and return no gradient
+        torch.autograd.grad(total, list(parameters.values()), allow_unused=True)
+    found: dict[str, Any] = {}
+    for name, p in parameters.items():
+        settings: dict[str, Any] = {"device": p.device, "dtype": p.dtype}
+        if name in of_experts:
+            found[name] = ExpertOuterProducts(tape.records, p.shape, tape.pairs.get(name, []), **settings)
+        else:
+            found[name] = OuterProducts(tape.records, p.shape, tape.parts.get(name, []), **settings)
+    return found

@@ -1,4 +1,4 @@
-"""Which of a model's parameters are the owners' adapters: shared by the engines."""
+"""Which of a model's parameters are adapters of experts: shared by the engines."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import nn
 
 from raptor_hf.moe.block import sparse_blocks
 
-__all__ = ["protected_block", "refuse_experts"]
+__all__ = ["adapted_blocks", "protected_block"]
 
 
 def protected_block(model: nn.Module, parameters: Mapping[str, torch.Tensor]) -> tuple[str, list[str]]:
@@ -24,12 +24,14 @@ def protected_block(model: nn.Module, parameters: Mapping[str, torch.Tensor]) ->
     )
 
 
-def refuse_experts(model: nn.Module, parameters: Mapping[str, torch.Tensor]) -> None:
-    """The kernel treats expert adapters as constants: without an owner their gradient would be a silent zero."""
+def adapted_blocks(model: nn.Module, parameters: Mapping[str, torch.Tensor]) -> dict[str, dict[str, torch.Tensor]]:
+    """Path of every block of which `parameters` holds expert adapters -> name -> value of its four, in kernel order.
+
+    A name that is not in `parameters` has the block's own value, detached.
+    """
+    found = {}
     for path, block in sparse_blocks(model).items():
-        for name in block.owner_parameters():
-            if f"{path}.{name}" in parameters:
-                raise ValueError(
-                    f"Gradients of the expert adapter `{path}.{name}` were asked for without owners. This engine "
-                    'differentiates the owner\'s adapters only. Pass `owner`, or use `mode="reference"`.'
-                )
+        own = {f"{path}.{name}": value for name, value in block.owner_parameters().items()}
+        if not own.keys().isdisjoint(parameters):
+            found[path] = {name: parameters.get(name, value.detach()) for name, value in own.items()}
+    return found

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from raptor_hf.moe.experts import ExpertStack, OwnerAdapters, StackedLora, routed_experts
+from raptor_hf.moe.experts import AllAdapters, ExpertStack, OwnerAdapters, StackedLora, routed_experts
 
 __all__ = ["SparseBlock", "SwitchSparseBlock", "kernel_mode", "sparse_blocks"]
 
@@ -28,7 +28,7 @@ class SparseBlock(nn.Module):
     """Base class. A family implements `route`, `weights` and `activation`.
 
     Attributes:
-        expert_adapters: `ModuleDict` with the `StackedLora` of the two projections, in the protected layer only.
+        expert_adapters: `ModuleDict` with the `StackedLora` of both projections, after `add_expert_adapters`.
     """
 
     num_experts: int
@@ -38,7 +38,7 @@ class SparseBlock(nn.Module):
         self.expert_adapters: nn.ModuleDict | None = None
         self.adapters_enabled = True
         self._kernel = False
-        self._owner: OwnerAdapters | None = None
+        self._owner: OwnerAdapters | AllAdapters | None = None
 
     def route(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """hidden (B, T, H) -> expert index (B, T, K) in [0, E], E for "none", and gate weights (B, T, K)."""
@@ -150,16 +150,18 @@ def sparse_blocks(model: nn.Module) -> dict[str, SparseBlock]:
 
 
 @contextmanager
-def kernel_mode(model: nn.Module, owners: Mapping[str, OwnerAdapters] | None = None) -> Iterator[None]:
+def kernel_mode(
+    model: nn.Module, wanted: Mapping[str, OwnerAdapters] | Mapping[str, AllAdapters] | None = None
+) -> Iterator[None]:
     """Route all sparse blocks of `model` through the vmappable kernel.
 
     Args:
-        owners: module path -> what to differentiate in that block (expert stream). Inside `torch.func` the
-            tensors are those of the current transform, so enter this context inside the transformed function.
+        wanted: module path -> which adapters to differentiate in that block. Inside `torch.func` the tensors are
+            those of the current transform, so enter this context inside the transformed function.
     """
     blocks = sparse_blocks(model)
     for name, block in blocks.items():
-        block._kernel, block._owner = True, (owners or {}).get(name)
+        block._kernel, block._owner = True, (wanted or {}).get(name)
     try:
         yield
     finally:

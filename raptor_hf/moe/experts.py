@@ -18,7 +18,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-__all__ = ["ExpertStack", "OwnerAdapters", "StackedLora", "routed_experts"]
+from raptor_hf.moe.pairs import RecordGroups, Spans, by_expert, each, spans_of
+
+__all__ = ["AllAdapters", "ExpertStack", "OwnerAdapters", "PairParts", "StackedLora", "routed_experts"]
 
 
 class StackedLora(torch.nn.Module):
@@ -87,35 +89,24 @@ class OwnerAdapters:
     second: tuple[torch.Tensor, torch.Tensor]
 
 
-Spans = list[tuple[int, int, int]]
+PairParts = tuple[torch.Tensor, torch.Tensor]
+"""left (U, p) and right (U, q): of every pair, the factors of its part left^T right of an adapter's gradient."""
 
 
-def _by_expert(index: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, Spans]:
-    """The pairs of `index` (R, T, K) in the order of their experts.
+@dataclass(frozen=True)
+class AllAdapters:
+    """What a stream without owners differentiates: per record, the adapters of every expert it activates.
 
-    Returns: `order` (U,), flat positions of the U pairs that have an expert; `spans`, (expert, start, end) in `order`.
+    Attributes:
+        first, second: `(A (E, r, in), B (E, out, r))`, the values of the stack.
+        note: None: a gradient comes back for every record, exactly zero for an expert that the record did not reach.
+            Else no gradient comes back; the backward pass calls `note(parts, spans, of, rows)` with the factors
+            of A1, B1, A2, B2, the pairs' `spans`, their records `of` (U,) and the number of records R.
     """
-    flat = index.reshape(-1)
-    order = torch.argsort(flat, stable=True)
-    counts = torch.bincount(flat, minlength=num_experts + 1).tolist()[:num_experts]
-    return order[: sum(counts)], _spans(counts)
 
-
-def _spans(counts: list[int]) -> Spans:
-    spans, start = [], 0
-    for expert, count in enumerate(counts):
-        if count:
-            spans.append((expert, start, start + count))
-        start += count
-    return spans
-
-
-def _each(spans: Spans, x: torch.Tensor, project: Callable, width: int) -> torch.Tensor:
-    """`project(expert, rows)` for every expert's rows of x (U, in) -> (U, width)."""
-    out = x.new_empty(x.shape[0], width)
-    for expert, start, end in spans:
-        out[start:end] = project(expert, x[start:end])
-    return out
+    first: tuple[torch.Tensor, torch.Tensor]
+    second: tuple[torch.Tensor, torch.Tensor]
+    note: Callable[[list[PairParts], Spans, torch.Tensor, int], None] | None = None
 
 
 def _scatter(rows: torch.Tensor, value: torch.Tensor, like: torch.Tensor, unique: bool) -> torch.Tensor:
@@ -164,15 +155,15 @@ class _Forward(torch.autograd.Function):
 
     @staticmethod
     @_no_autocast
-    def forward(x, index, gate, owner, a1, b1, a2, b2, stack: ExpertStack):
+    def forward(x, index, gate, owner, a1, b1, a2, b2, stack: ExpertStack, note):
         records, tokens, top_k = index.shape
         hidden = x.shape[-1]
         flat = x.reshape(-1, hidden)
-        order, spans = _by_expert(index, stack.num_experts)
+        order, spans = by_expert(index, stack.num_experts)
         rows = order // top_k
         width = stack.first[0].shape[0]
-        pre = _each(spans, flat[rows], lambda e, part: stack.project(0, e, part), width)
-        out = _each(spans, stack.activation(pre), lambda e, part: stack.project(1, e, part), hidden)
+        pre = each(spans, flat[rows], lambda e, part: stack.project(0, e, part), width)
+        out = each(spans, stack.activation(pre), lambda e, part: stack.project(1, e, part), hidden)
         y = _scatter(rows, out * gate.reshape(-1)[order].unsqueeze(-1), flat, top_k == 1)
         unused = records * tokens * top_k - len(order)
         pre, out = (F.pad(value, (0, 0, 0, unused)) if unused else value for value in (pre, out))
@@ -181,7 +172,7 @@ class _Forward(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        *tensors, ctx.stack = inputs
+        *tensors, ctx.stack, ctx.note = inputs
         _, pre, out = output
         ctx.mark_non_differentiable(pre, out)
         ctx.save_for_backward(*tensors, pre, out)
@@ -190,9 +181,9 @@ class _Forward(torch.autograd.Function):
     def backward(ctx, grad_y, _pre, _out):
         x, index, gate, owner, a1, b1, a2, b2, pre, out = ctx.saved_tensors
         wants = (ctx.needs_input_grad[0], ctx.needs_input_grad[2], any(ctx.needs_input_grad[4:8]))
-        grads = _Backward.apply(grad_y, x, index, gate, owner, a1, b1, a2, b2, pre, out, wants, ctx.stack)
-        grad_x, grad_gate, *owned = (g if g.numel() else None for g in grads)
-        return grad_x, None, grad_gate, None, *owned, None
+        grads = _Backward.apply(grad_y, x, index, gate, owner, a1, b1, a2, b2, pre, out, wants, ctx.stack, ctx.note)
+        grad_x, grad_gate, *adapters = (g if g.numel() else None for g in grads)
+        return grad_x, None, grad_gate, None, *adapters, None, None
 
     @staticmethod
     def vmap(info, in_dims, *args):
@@ -202,40 +193,48 @@ class _Forward(torch.autograd.Function):
 
 
 class _Backward(torch.autograd.Function):
-    """Gradients to x, the gates and the owner's adapters. Those not wanted come back empty (records, 0)."""
+    """Gradients to x, the gates and the adapters (the owner's, or without owners all). Those not wanted, and those
+    that are noted, come back empty (records, 0)."""
 
     @staticmethod
     @_no_autocast
-    def forward(grad_y, x, index, gate, owner, a1, b1, a2, b2, pre, out, wants, stack: ExpertStack):
-        want_x, want_gate, want_owner = wants
+    def forward(grad_y, x, index, gate, owner, a1, b1, a2, b2, pre, out, wants, stack: ExpertStack, note):
+        want_x, want_gate, want_adapters = wants
         records, tokens, top_k = index.shape
         width, hidden = pre.shape[-1], x.shape[-1]
         empty = x.new_zeros(records, 0)
         grad_x = grad_gate = empty
-        owned = [empty] * 4
-        order, spans = _by_expert(index, stack.num_experts)
+        adapters = [empty] * 4
+        order, spans = by_expert(index, stack.num_experts)
         pre, out = pre.reshape(-1, width)[: len(order)], out.reshape(-1, hidden)[: len(order)]
-        if want_owner and not (want_x or want_gate):
+        if want_adapters and owner is not None and not (want_x or want_gate):
             # the expert stream needs the owner's pairs only
             mine = (index == owner[:, None, None]).reshape(-1)[order]
             experts = index.reshape(-1)[order][mine]
             order, pre, out = order[mine], pre[mine], out[mine]
-            spans = _spans(torch.bincount(experts, minlength=stack.num_experts).tolist())
+            spans = spans_of(torch.bincount(experts, minlength=stack.num_experts).tolist())
         rows = order // top_k
         grad_out = grad_y.reshape(-1, hidden)[rows]
         if want_gate:
             grad_gate = torch.zeros_like(gate).reshape(-1)
             grad_gate[order] = (grad_out * out).sum(-1).to(gate.dtype)
             grad_gate = grad_gate.view(gate.shape)
-        if want_x or want_owner:
+        if want_x or want_adapters:
             grad_out = grad_out * gate.reshape(-1)[order].unsqueeze(-1).to(grad_out.dtype)
             inner = stack.second[0].shape[1]
-            grad_act = _each(spans, grad_out, lambda e, part: stack.project_transposed(1, e, part), inner)
+            grad_act = each(spans, grad_out, lambda e, part: stack.project_transposed(1, e, part), inner)
             grad_pre = _activation_gradient(stack.activation, pre, grad_act)
             if want_x:
-                value = _each(spans, grad_pre, lambda e, part: stack.project_transposed(0, e, part), hidden)
+                value = each(spans, grad_pre, lambda e, part: stack.project_transposed(0, e, part), hidden)
                 grad_x = _scatter(rows, value, x.reshape(-1, hidden), top_k == 1).view(x.shape)
-            if want_owner:
+            if want_adapters and owner is None:
+                parts = _pair_parts(x, rows, spans, stack, stack.activation(pre), grad_pre, grad_out)
+                of = rows // tokens
+                if note is None:
+                    adapters = [_by_record(part, spans, of, records, stack.num_experts) for part in parts]
+                else:
+                    note(parts, spans, of, records)
+            elif want_adapters:
                 mine = index.reshape(-1)[order] == owner.repeat_interleave(tokens * top_k)[order]
                 at = rows[mine]  # a token reaches its owner at most once: no row twice
                 act, by_pre, by_out = (
@@ -244,8 +243,8 @@ class _Backward(torch.autograd.Function):
                     .view(records, tokens, -1)
                     for part in (stack.activation(pre), grad_pre, grad_out)
                 )
-                owned = _owner_gradients(x, (a1, b1, a2, b2), act, by_pre, by_out, stack.scaling)
-        return grad_x, grad_gate, *owned
+                adapters = _owner_gradients(x, (a1, b1, a2, b2), act, by_pre, by_out, stack.scaling)
+        return grad_x, grad_gate, *adapters
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -279,19 +278,54 @@ def _owner_gradients(x, adapters, act, grad_pre, grad_out, scaling: float) -> li
     return [grad_a1, grad_b1, grad_a2, grad_b2]
 
 
+def _pair_parts(x, rows, spans: Spans, stack: ExpertStack, act, grad_pre, grad_out) -> list[PairParts]:
+    """The factors of A1, B1, A2 and B2 for every pair, in the adapters' type."""
+    assert stack.adapters is not None
+    parts: list[PairParts] = []
+    inputs = (x.reshape(-1, x.shape[-1])[rows], act)
+    for (a, b), value, grad in zip(stack.adapters, inputs, (grad_pre, grad_out), strict=True):
+        value, grad = value.to(a.dtype), stack.scaling * grad.to(b.dtype)
+        inner = each(spans, value, lambda e, part, a=a: F.linear(part, a[e]), a.shape[1])
+        back = each(spans, grad, lambda e, part, b=b: part @ b[e], b.shape[2])
+        parts += [(back, value), (grad, inner)]
+    return parts
+
+
+def _by_record(part: PairParts, spans: Spans, of: torch.Tensor, records: int, num_experts: int) -> torch.Tensor:
+    """(R, E, p, q): the sums of left^T right over each record's pairs with each expert."""
+    left, right = part
+    out = left.new_zeros(records, num_experts, left.shape[-1], right.shape[-1])
+    for expert, start, end in spans:
+        groups = RecordGroups(of[start:end])
+        out[groups.records, expert] = groups.pad(left[start:end]).mT @ groups.pad(right[start:end])
+    return out
+
+
 def routed_experts(
-    x: torch.Tensor, index: torch.Tensor, gate: torch.Tensor, stack: ExpertStack, owner: OwnerAdapters | None = None
+    x: torch.Tensor,
+    index: torch.Tensor,
+    gate: torch.Tensor,
+    stack: ExpertStack,
+    wanted: OwnerAdapters | AllAdapters | None = None,
 ) -> torch.Tensor:
-    """sum_k gate_k * expert_{index_k}(x), differentiable in x, the gates and (when given) the owner's adapters.
+    """sum_k gate_k * expert_{index_k}(x), differentiable in x, the gates and (when given) the wanted adapters.
 
     Args:
         x: (R, T, H). index: (R, T, K) int64 in [0, E], E meaning no expert. gate: (R, T, K).
         stack: the experts' constants. Their adapters are constants too: no gradient reaches them.
-        owner: differentiate each record's owner's adapters (Eq. 8). Their values must be the stack's slices.
+        wanted: differentiate each record's owner's adapters (Eq. 8), or those of all experts. The values must be
+            the stack's.
 
     Returns:
         (R, T, H), zero for a token without an expert.
     """
-    owned = (None,) * 5 if owner is None else (owner.owner, *owner.first, *owner.second)
+    owner, note = None, None
+    adapters: tuple[torch.Tensor | None, ...] = (None,) * 4
+    if isinstance(wanted, OwnerAdapters):
+        owner, adapters = wanted.owner, (*wanted.first, *wanted.second)
+    elif wanted is not None:
+        note, values = wanted.note, (*wanted.first, *wanted.second)
+        # without `note`: views with a record dimension, and so gradients with one; nothing is copied
+        adapters = values if note else tuple(value.expand(x.shape[0], *value.shape) for value in values)
     dtype = stack.first[0].dtype
-    return _Forward.apply(x.to(dtype), index, gate.to(dtype), *owned, stack)[0].to(x.dtype)
+    return _Forward.apply(x.to(dtype), index, gate.to(dtype), owner, *adapters, stack, note)[0].to(x.dtype)

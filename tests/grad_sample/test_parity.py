@@ -334,19 +334,12 @@ def test_engines_agree_on_a_half_precision_base(mode, stream):
     assert all(value.dtype == torch.float32 for value in one.values())
 
 
-def test_expert_adapters_without_owners_are_refused_where_they_would_be_zero():
-    model = adapted()
-    streams = stream_parameters(model)
-    for parameters in (streams["expert"], {**streams["shared"], **streams["expert"]}):
-        with pytest.raises(ValueError, match="owner"):
-            per_sample_gradients(model, collate(RECORDS), parameters, mode="functorch")
-
-
-def test_the_reference_engine_gives_every_expert_its_gradient_without_owners(tmp_path):
+@pytest.mark.parametrize("mode", MODES)
+def test_every_expert_gets_its_gradient_without_owners(mode, tmp_path):
     model = adapted()
     oracle = Oracle(model, tmp_path, torch.float64)
     parameters = stream_parameters(model)["expert"]
-    found = per_sample_gradients(model, collate(RECORDS), parameters, mode="reference")
+    found = per_sample_gradients(model, collate(RECORDS), parameters, mode=mode)
     for expert in range(EXPERTS):
         theirs = oracle.gradients(RECORDS, list(parameters), [expert] * 8)
         assert_close({name: value[:, expert] for name, value in found.items()}, theirs, 1e-12)
