@@ -89,10 +89,13 @@ def _structure(model: nn.Module) -> tuple[MoELayout | None, list[Finding]]:
         layout = find_moe_layout(model)
     except UnsupportedModelError as error:
         return None, [Finding.of(error)]
-    findings = [*(_normalisation(model) or _opacus(model)), *_auxiliary_losses(model), *_tied(model, layout)]
-    attached = getattr(model, "raptor_adapters", None) is not None
+    findings = [*(_normalisation(model) or _opacus(model)), *_auxiliary_losses(model)]
+    plan: Any = getattr(model, "raptor_adapters", None)
+    attached = plan is not None
+    if not attached or plan.weights == "adapters":
+        findings += _tied(model, layout)  # base weights are differentiated as a whole, whatever shares them
     if attached:
-        findings += [*_trainable_routers(model, layout), *_narrow(model)]
+        findings += [*(_trainable_routers(model, layout) if plan.weights != "full" else []), *_narrow(model)]
     findings += _chance(layout, model, attached)
     return layout, list({finding.what: finding for finding in findings}.values())
 

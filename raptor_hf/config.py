@@ -11,7 +11,7 @@ from transformers import TrainingArguments
 
 from raptor_hf.arguments import CHECKPOINTING, NO_EFFECT, REFUSED_ARGUMENTS
 from raptor_hf.errors import PrivacyConfigError
-from raptor_hf.methods import get_method
+from raptor_hf.methods import METHODS, Method, get_method
 from raptor_hf.validate import integer, one_of, positive, probability
 
 __all__ = ["REFUSED_ARGUMENTS", "RaptorConfig", "configuration_page"]
@@ -23,6 +23,9 @@ def _help(text: str) -> dict[str, str]:
 
 # `gradient_accumulation_steps` has a warning of its own; the others are set by launchers and by this class.
 _WARNED = set(NO_EFFECT) - {"gradient_accumulation_steps", "local_rank", "ignore_data_skip"}
+
+
+_METHOD_HELP = "Training method. " + " ".join(f"'{m.name}': {m.description}" for m in METHODS.values())
 
 
 @dataclass
@@ -37,10 +40,12 @@ class RaptorConfig(TrainingArguments):
         PrivacyConfigError: a value that would break, weaken or misstate the guarantee.
     """
 
-    method: str = field(default="raptor", metadata=_help("Training method; see raptor_hf.methods."))
+    method: str = field(default="raptor", metadata=_help(_METHOD_HELP))
     target_epsilon: float | None = field(
         default=None,
-        metadata=_help("Privacy budget epsilon of the whole run. Give it, or both noise multipliers, not both."),
+        metadata=_help(
+            "Privacy budget epsilon of the whole run. Give it, or the noise multipliers of the method's streams."
+        ),
     )
     target_delta: float | None = field(
         default=None,
@@ -84,9 +89,18 @@ class RaptorConfig(TrainingArguments):
     expert_denominator: str = field(
         default="owners", metadata=_help("'owners': D_e = B/E (Eq. 9); 'batch': D_e = B (ablation).")
     )
-    clipping: str = field(default="per_stream", metadata=_help("'per_stream': one norm a stream."))
+    clipping: str = field(
+        default="per_stream",
+        metadata=_help(
+            "'per_stream': one norm a stream; 'global' (ablation): one norm, one draw and one noise for both, in one "
+            "joint step, of shared_max_grad_norm and the shared noise multiplier."
+        ),
+    )
     alternating: bool = field(
-        default=True, metadata=_help("Update the experts on the updated shared parameters, as in Algorithm 1.")
+        default=True,
+        metadata=_help(
+            "Update the experts on the updated shared parameters, as in Algorithm 1; False (ablation): both at once."
+        ),
     )
     residual_weighting: bool = field(
         default=True, metadata=_help("Weight a record's expert loss by 1 - p(label) (Eq. 22).")
@@ -176,35 +190,20 @@ class RaptorConfig(TrainingArguments):
                 warnings.warn(f"`{declared.name}={value!r}` has no effect: {NO_EFFECT[declared.name]}.", stacklevel=4)
 
     def _check_privacy(self) -> None:
-        get_method(self.method)
+        method = get_method(self.method, clipping=self.clipping, alternating=self.alternating)
         one_of("budget_rule", self.budget_rule, ("joint", "basic"))
         one_of("accountant", self.accountant, ("prv", "pld"))
         one_of("ownership", self.ownership, ("gate", "vote"))
         one_of("expert_denominator", self.expert_denominator, ("owners", "batch"))
-        one_of("clipping", self.clipping, ("per_stream",))
         one_of("grad_sample_mode", self.grad_sample_mode, ("functorch", "hooks", "reference"))
-        if self.alternating is not True:
+        if method.weights != "adapters" and self.grad_sample_mode == "hooks":
             raise PrivacyConfigError(
-                f"`alternating={self.alternating}` was set",
-                "A joint step of both streams is not among the methods of this version",
-                "Leave it at True",
+                f'`grad_sample_mode="hooks"` was set with `method={self.method!r}`',
+                "It trains base weights, of which only one record at a time can be differentiated exactly",
+                "Leave `grad_sample_mode` out",
             )
-        multipliers = (self.shared_noise_multiplier, self.expert_noise_multiplier)
-        if (self.target_epsilon is None) == (None in multipliers):
-            given = "both" if self.target_epsilon is not None else "neither"
-            raise PrivacyConfigError(
-                f"`target_epsilon={self.target_epsilon}` and the noise multipliers {multipliers} were set ({given})",
-                "The budget decides the noise, or the noise decides the budget; with both they could contradict each "
-                "other, with neither there is no noise",
-                "Set `target_epsilon`, or both `shared_noise_multiplier` and `expert_noise_multiplier`",
-            )
+        self._check_budget(method)
         if self.target_epsilon is not None:
-            if any(value is not None for value in multipliers):
-                raise PrivacyConfigError(
-                    f"`target_epsilon={self.target_epsilon}` and one noise multiplier {multipliers} were set",
-                    "The budget decides both multipliers",
-                    "Set only `target_epsilon`",
-                )
             positive("target_epsilon", self.target_epsilon)
         for name in ("shared_noise_multiplier", "expert_noise_multiplier"):
             value = getattr(self, name)
@@ -224,6 +223,33 @@ class RaptorConfig(TrainingArguments):
             integer("insecure_noise_seed", self.insecure_noise_seed)
             warnings.warn("`insecure_noise_seed` is set: this run is NOT private.", stacklevel=4)
         self.protected_layer = str(self.protected_layer)
+
+    def _check_budget(self, method: Method) -> None:
+        """The target, or the noise multipliers of exactly the method's streams."""
+        names = [f"{counter}_noise_multiplier" for counter in method.counters]
+        given = {
+            name: getattr(self, name)
+            for name in ("target_epsilon", "shared_noise_multiplier", "expert_noise_multiplier")
+            if getattr(self, name) is not None
+        }
+        if not method.private:
+            if given:
+                raise PrivacyConfigError(
+                    f"`method={self.method!r}` and {given} were set",
+                    "The method has no privacy: nothing is clipped, and no noise would protect anybody",
+                    "Leave them out, or choose a private method",
+                )
+            warnings.warn(f"`method={self.method!r}`: this run is NOT private.", stacklevel=5)
+            return
+        if set(given) in ({"target_epsilon"}, set(names)):
+            return
+        wanted = " and ".join(f"`{name}`" for name in names)
+        raise PrivacyConfigError(
+            f"`method={self.method!r}` was set with {given or 'neither a budget nor noise'}",
+            "The budget decides the noise, or the noise decides the budget; with both they could contradict each "
+            "other, with neither there is no noise",
+            f"Set `target_epsilon`, or {wanted}" + " and no other" * (len(names) < 2),
+        )
 
 
 _HEAD = """# Fields of `RaptorConfig`

@@ -22,7 +22,7 @@ from torch import nn
 
 from raptor_hf.errors import PrivacyConfigError, RaptorError
 from raptor_hf.moe import owner_map
-from raptor_hf.privacy.mechanism import ClippedSum
+from raptor_hf.privacy.mechanism import ClippedSum, UnclippedSum
 
 __all__ = [
     "ProcessError",
@@ -114,7 +114,7 @@ def sum_over_processes(value: torch.Tensor) -> torch.Tensor:
     return moved.to(value.device)
 
 
-def reduce_to_main(clipped: ClippedSum) -> None:
+def reduce_to_main(clipped: ClippedSum | UnclippedSum) -> None:
     """Add the processes' clipped sums up in the main process. What the others hold afterwards is not to be used."""
     if _world() == 1:
         return

@@ -11,14 +11,42 @@ from torch import nn
 
 from raptor_hf.config import RaptorConfig
 from raptor_hf.errors import PrivacyConfigError
-from raptor_hf.methods import get_method
-from raptor_hf.moe.lora import adapter_plan, stream_parameters
+from raptor_hf.methods import Method, get_method
+from raptor_hf.moe.lora import adapter_plan, attach_adapters, stream_parameters
+from raptor_hf.moe.weights import train_weights
 from raptor_hf.privacy import PrivacyStatement, StreamStatement, calibrate_noise_multipliers, default_delta
 from raptor_hf.privacy.statement import NOT_COVERED
 from raptor_hf.state import STATE_FILE, PrivacyLedger, PrivacyPlan, adapter_digest, read_json
 from raptor_hf.streams import Stream
 
-__all__ = ["check_untrained", "dataset_name", "make_plan", "make_statement", "make_streams"]
+__all__ = [
+    "check_untrained", "dataset_name", "make_plan", "make_statement", "make_streams", "method_of", "prepare_model",
+]  # fmt: skip
+
+
+def method_of(args: RaptorConfig) -> Method:
+    """The method that the arguments name, with the ablations that change its mechanisms."""
+    return get_method(args.method, clipping=args.clipping, alternating=args.alternating)
+
+
+def prepare_model(model: nn.Module, config: Any, method: Method, layer: int | str) -> nn.Module:
+    """Make exactly what `method` trains trainable: adapters by `config` (see `attach_adapters`), or base weights."""
+    if method.weights == "adapters":
+        return attach_adapters(model, config, layer, trains=method.trains, all_layers=method.expert_layers == "all")
+    return train_weights(model, method.weights, layer)
+
+
+def check_prepared(model: nn.Module, method: Method) -> None:
+    """Refuse a model that was prepared for another method."""
+    plan = adapter_plan(model)
+    layers = len(plan.layout.sparse_layers) if method.expert_layers == "all" else 1
+    adapted = len(plan.expert_layers) == layers or method.weights != "adapters"
+    if (plan.weights, set(plan.trains), adapted) != (method.weights, set(method.trains), True):
+        raise PrivacyConfigError(
+            f"`method={method.name!r}` was set, and the model given trains something else",
+            "What is clipped and noised would not be what the method's statement describes",
+            "Pass the base model: the trainer prepares it for the method",
+        )
 
 
 def make_plan(args: RaptorConfig, model: nn.Module, dataset_size: int, cycles: int) -> PrivacyPlan:
@@ -27,21 +55,21 @@ def make_plan(args: RaptorConfig, model: nn.Module, dataset_size: int, cycles: i
     delta = args.target_delta if args.target_delta is not None else default_delta(dataset_size)
     rate = args.expected_batch_size / dataset_size
     shared, expert = args.shared_noise_multiplier, args.expert_noise_multiplier
+    method = method_of(args)
     if args.target_epsilon is not None:
         found = calibrate_noise_multipliers(
             args.target_epsilon,
             delta,
             rate,
             cycles,
-            budget_split=args.budget_split,
+            budget_split=args.budget_split if method.budget_split is None else method.budget_split,
             rule=args.budget_rule,
             accountant=args.accountant,
         )
         shared, expert = found.shared, found.expert
-    assert shared is not None and expert is not None  # the config asks for the target or both
     return PrivacyPlan(
-        shared_noise_multiplier=float(shared),
-        expert_noise_multiplier=float(expert),
+        shared_noise_multiplier=None if shared is None else float(shared),
+        expert_noise_multiplier=None if expert is None else float(expert),
         sample_rate=rate,
         cycles=cycles,
         delta=delta,
@@ -98,24 +126,32 @@ def holds_training(model: nn.Module) -> bool:
 
 
 def make_streams(args: RaptorConfig, model: nn.Module, plan: PrivacyPlan) -> dict[str, Stream]:
-    """The method's streams in the order of their updates: parameters, norms, noise and public denominators."""
-    parameters = stream_parameters(model)
+    """The method's mechanisms in the order of their updates: parameters, norms, noise and public denominators.
+
+    By the name of their counter in the ledger.
+    """
+    method, parameters = method_of(args), stream_parameters(model)
     experts = adapter_plan(model).protected.num_experts
     batch = plan.expected_batch_size
-    streams = {
-        "shared": Stream(
-            "shared", parameters["shared"], args.shared_max_grad_norm, plan.shared_noise_multiplier, batch
-        ),
-        "expert": Stream(
-            "expert",
-            parameters["expert"],
-            args.expert_max_grad_norm,
-            plan.expert_noise_multiplier,
-            batch / experts if args.expert_denominator == "owners" else batch,
-            experts,
-        ),
-    }
-    return {name: streams[name] for name in get_method(args.method).streams}
+    per_owner = batch / experts if args.expert_denominator == "owners" else batch
+    owned = frozenset(parameters["expert"]) if method.owners else frozenset()
+    streams = {}
+    for mechanism, counter in zip(method.mechanisms, method.counters, strict=True):
+        sigma = plan.expert_noise_multiplier if counter == "expert" else plan.shared_noise_multiplier
+        if mechanism == "expert":
+            streams[counter] = Stream(
+                counter, parameters["expert"], args.expert_max_grad_norm, sigma or 0.0, per_owner, experts, owned
+            )
+            continue
+        norm = args.shared_max_grad_norm if method.private else None
+        if mechanism == "shared":
+            streams[counter] = Stream(counter, parameters["shared"], norm, sigma or 0.0, batch)
+        else:
+            everything = {**parameters["shared"], **parameters["expert"]}
+            streams[counter] = Stream(
+                counter, everything, norm, sigma or 0.0, batch, experts if owned else None, owned, per_owner
+            )
+    return streams
 
 
 def make_statement(
@@ -130,6 +166,9 @@ def make_statement(
     """The privacy statement of what is planned and spent; its numbers are those that training used."""
     plan, adapters = ledger.plan, adapter_plan(model)
     args = _as_trained(args, ledger)
+    method = method_of(args)
+    # one layer's experts are trained, so they can be named; by owners, or not
+    one_layer = "expert" in method.trains and method.expert_layers == "protected" and method.weights == "adapters"
     spent = {"shared": ledger.shared_steps, "expert": ledger.expert_steps}
     described = {
         name: StreamStatement(
@@ -143,16 +182,16 @@ def make_statement(
         for name, stream in make_streams(args, model, plan).items()
     }
     return PrivacyStatement.build(
-        method=args.method,
+        method=method.label,
         shared=described.get("shared"),
         expert=described.get("expert"),
         delta=plan.delta,
         dataset_size=plan.dataset_size,
         expected_batch_size=plan.expected_batch_size,
         target_epsilon=plan.target_epsilon,
-        num_experts=adapters.protected.num_experts,
-        protected_layer=adapters.layer,
-        ownership=args.ownership,
+        num_experts=adapters.protected.num_experts if one_layer else None,
+        protected_layer=adapters.layer if one_layer else None,
+        ownership=args.ownership if method.owners else None,
         accountant=plan.accountant,
         noise_source="os_entropy" if secure and not plan.insecure_noise else "insecure_seed",
         research_diagnostics=plan.research_diagnostics or args.research_diagnostics,
@@ -163,10 +202,16 @@ def make_statement(
     )
 
 
+_STATED = (
+    "method", "clipping", "alternating", "ownership", "shared_max_grad_norm", "expert_max_grad_norm",
+    "expert_denominator",
+)  # fmt: skip
+
+
 def _as_trained(args: RaptorConfig, ledger: PrivacyLedger) -> RaptorConfig:
     """The arguments with the values of the training so far, whatever was assigned to them since."""
     found = copy.copy(args)
-    for name in ("method", "ownership", "shared_max_grad_norm", "expert_max_grad_norm", "expert_denominator"):
+    for name in _STATED:
         setattr(found, name, ledger.arguments.get(name, getattr(args, name)))
     return found
 

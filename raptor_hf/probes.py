@@ -185,14 +185,18 @@ def _leak(moved: list[str], name: str) -> Finding:
 
 def _values(model: nn.Module, batch: Batch, tokens: int, mode: str) -> tuple[dict[str, torch.Tensor], bool]:
     """Record 0's logits and its gradients in both streams; does any gradient reach the shared stream's adapters?"""
-    layout, reached = model.raptor_adapters.layout, False
+    plan = model.raptor_adapters
+    layout, reached = plan.layout, "shared" not in plan.trains
+    owned = plan.weights == "adapters" and len(plan.expert_layers) == 1
     torch.manual_seed(0)
     with torch.no_grad():
         logits = model(**model_inputs(model, batch)).logits[0]
     found = {"logits": logits[:tokens] if logits.dim() > 1 else logits}
     size = next(iter(batch.values())).shape[0]
     for stream, parameters in stream_parameters(model).items():
-        owner = torch.zeros(size, dtype=torch.long, device=logits.device) if stream == "expert" else None
+        if not parameters:
+            continue
+        owner = torch.zeros(size, dtype=torch.long, device=logits.device) if stream == "expert" and owned else None
         torch.manual_seed(0)
         grads = per_sample_gradients(model, batch, parameters, mode=mode, owner=owner)
         reached |= any(bool(g.any()) for name, g in grads.items() if layout.role(name) == "shared")

@@ -22,6 +22,8 @@ from raptor_hf.config import RaptorConfig
 from raptor_hf.distributed import from_main, is_main, wait
 from raptor_hf.errors import PrivacyConfigError
 from raptor_hf.moe.adapter_io import load_adapter
+from raptor_hf.moe.lora import adapter_plan
+from raptor_hf.moe.weights import load_weights
 from raptor_hf.plan import check_untrained
 from raptor_hf.state import LEDGER_FILE, STATE_FILE, PrivacyLedger, PrivacyPlan, read_json
 
@@ -89,7 +91,10 @@ def check_arguments(saved: Mapping[str, Any], args: RaptorConfig, where: str = "
 
 def restore_adapter(model: nn.Module, checkpoint: str) -> None:
     """Load the adapter of a checkpoint of the run that goes on: what made it is counted."""
-    load_adapter(model, checkpoint)
+    if adapter_plan(model).weights == "adapters":
+        load_adapter(model, checkpoint)
+    else:
+        load_weights(model, checkpoint)
     model.raptor_loaded = None  # type: ignore[assignment]
 
 

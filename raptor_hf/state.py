@@ -23,7 +23,8 @@ __all__ = [
 STATE_FILE = "raptor_state.json"
 # In the output folder, written before each release.
 LEDGER_FILE = "raptor_ledger.json"
-_ADAPTER = "adapter_model.safetensors"
+# What the trained weights are saved as: adapters, or the whole model of a method that trains base weights.
+_WEIGHTS = ("adapter_model.safetensors", "model.safetensors")
 
 
 def archive_of(run: str) -> str:
@@ -32,9 +33,11 @@ def archive_of(run: str) -> str:
 
 
 def adapter_digest(directory: str | os.PathLike) -> str | None:
-    """SHA-256 of the adapter in a folder; None without one."""
-    path = Path(directory) / _ADAPTER
-    return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else None
+    """SHA-256 of the adapter (or whole model) in a folder; None without one."""
+    for path in (Path(directory) / name for name in _WEIGHTS):
+        if path.is_file():
+            return hashlib.sha256(path.read_bytes()).hexdigest()
+    return None
 
 
 def write_durably(path: Path, content: bytes) -> None:
@@ -67,12 +70,13 @@ class PrivacyPlan:
     """The public constants of a run.
 
     Attributes:
+        shared_noise_multiplier, expert_noise_multiplier: None for a stream that the method has not, 0 for no noise.
         sample_rate: p = B / n. cycles: planned cycles T. target_epsilon: None when the multipliers were given.
         protected_layer: block index. insecure_noise, research_diagnostics: steps so made are not private, and stay so.
     """
 
-    shared_noise_multiplier: float
-    expert_noise_multiplier: float
+    shared_noise_multiplier: float | None
+    expert_noise_multiplier: float | None
     sample_rate: float
     cycles: int
     delta: float
@@ -86,7 +90,13 @@ class PrivacyPlan:
 
     @property
     def has_noise(self) -> bool:
-        return self.shared_noise_multiplier > 0 and self.expert_noise_multiplier > 0
+        return bool(self.noise_multipliers) and all(sigma > 0 for sigma in self.noise_multipliers)
+
+    @property
+    def noise_multipliers(self) -> tuple[float, ...]:
+        """Those of the streams that the method has."""
+        both = (self.shared_noise_multiplier, self.expert_noise_multiplier)
+        return tuple(sigma for sigma in both if sigma is not None)
 
 
 @dataclass
@@ -113,10 +123,8 @@ class PrivacyLedger:
     def mechanisms(self) -> list[Mechanism]:
         """The releases so far, grouped."""
         plan = self.plan
-        return [
-            Mechanism(plan.shared_noise_multiplier, plan.sample_rate, self.shared_steps),
-            Mechanism(plan.expert_noise_multiplier, plan.sample_rate, self.expert_steps),
-        ]
+        pairs = ((plan.shared_noise_multiplier, self.shared_steps), (plan.expert_noise_multiplier, self.expert_steps))
+        return [Mechanism(sigma, plan.sample_rate, steps) for sigma, steps in pairs if sigma is not None]
 
     def epsilon(self) -> float | None:
         """Upper bound of epsilon spent so far, at the plan's delta; None without noise."""
@@ -135,8 +143,7 @@ class PrivacyLedger:
             self._limit = None
             if plan.has_noise:  # a plan whose epsilon cannot be told is refused now, not at the first log or save
                 steps = max(limit, self.shared_steps, self.expert_steps)
-                sigmas = (plan.shared_noise_multiplier, plan.expert_noise_multiplier)
-                planned = [Mechanism(sigma, plan.sample_rate, steps) for sigma in sigmas]
+                planned = [Mechanism(sigma, plan.sample_rate, steps) for sigma in plan.noise_multipliers]
                 compute_epsilon(planned, plan.delta, accountant=plan.accountant)
             return limit
         left = max_cycles(

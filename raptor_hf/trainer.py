@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -18,31 +18,39 @@ import raptor_hf.models  # noqa: F401 (registers what transformers lacks with th
 from raptor_hf.binding import Binding, establish_owners
 from raptor_hf.callbacks import PrivacyBudgetCallback, RaptorProgressCallback
 from raptor_hf.checks import (
-    check_batch,
     check_collator,
     check_dataset,
     check_model,
     check_processing_class,
     check_sizes,
-    class_count,
 )
 from raptor_hf.config import RaptorConfig
 from raptor_hf.distributed import broadcast, check_same, digest, from_main, one_copy, together
 from raptor_hf.errors import PrivacyConfigError
 from raptor_hf.evaluation import EvaluationMixin
-from raptor_hf.grad_sample import LossFn, model_loss, residual_weighted
+from raptor_hf.grad_sample import model_loss, residual_weighted
 from raptor_hf.hub.push import HubMixin, check_hub_arguments
-from raptor_hf.moe import LayerSelection, attach_adapters, check_disjoint, select_layer
+from raptor_hf.moe import LayerSelection, check_disjoint, select_layer
 from raptor_hf.moe.lora import resolve_layer, stream_parameters
 from raptor_hf.optim import check_optimizer, stream_optimizer
-from raptor_hf.plan import check_untrained, dataset_name, make_plan, make_statement, make_streams
+from raptor_hf.plan import (
+    check_prepared,
+    check_untrained,
+    dataset_name,
+    make_plan,
+    make_statement,
+    make_streams,
+    method_of,
+    prepare_model,
+)
 from raptor_hf.preflight import check_trainer_arguments
 from raptor_hf.privacy import PrivacyStatement
 from raptor_hf.privacy.noise import EntropySource, NoiseSource
 from raptor_hf.privacy.sampling import Cycle, CycleLoader, PoissonSampler
+from raptor_hf.records import RecordsMixin
 from raptor_hf.resume import begin, checkpoint_written_last, restore_adapter
 from raptor_hf.state import PrivacyLedger, PrivacyPlan
-from raptor_hf.streams import Stream, noisy_gradients, secret_masks, sum_gradients
+from raptor_hf.streams import Stream, noisy_gradients, secret_masks, stream_gradients, sum_gradients
 from raptor_hf.watch import FirstCycle
 
 __all__ = ["RaptorTrainer"]
@@ -54,7 +62,7 @@ _PRIVATE_LOGS = ("loss", "train_loss", "total_flos", "num_input_tokens_seen")
 STATEMENT_FILE = "privacy.json"
 
 
-class RaptorTrainer(EvaluationMixin, HubMixin, Trainer):
+class RaptorTrainer(RecordsMixin, EvaluationMixin, HubMixin, Trainer):
     """Drop-in for `transformers.Trainer` that trains a sparse MoE model with differential privacy (Algorithm 1).
 
     One step of the training loop is one cycle: a noisy update of the shared stream, then, on the updated shared
@@ -116,6 +124,7 @@ class RaptorTrainer(EvaluationMixin, HubMixin, Trainer):
         self._streams: dict[str, Stream] = {}
         self._rates: dict[str, float] = {}
         self._peft_config = peft_config
+        self._method = method_of(args)
         super().__init__(
             model=model,
             args=args,
@@ -136,10 +145,11 @@ class RaptorTrainer(EvaluationMixin, HubMixin, Trainer):
             layer, self.layer_selection, self._disjointness = from_main(
                 lambda: (self._choose_layer(layout), self.layer_selection, self._disjointness), "choosing the layer"
             )
-            attach_adapters(model, peft_config or args, layer)
+            prepare_model(model, peft_config or args, self._method, layer)
             model.to(args.device)
         elif public_dataset is not None and train_dataset is not None:
             self._disjointness = check_disjoint(self._public_records(), self._records)
+        check_prepared(model, self._method)
         if train_dataset is not None:
             check_sizes(
                 train_dataset, args.dataset_size or len(train_dataset), self.expected_batch_size,
@@ -166,20 +176,6 @@ class RaptorTrainer(EvaluationMixin, HubMixin, Trainer):
         return self.args.expected_batch_size
 
     # ---- Data ----
-
-    def _private_records(self, dataset: Any) -> tuple[Any, Callable]:
-        """The training set without columns the model does not take, and its collator."""
-        if dataset is None:
-            return [], self.data_collator
-        return self._without_unused_columns(dataset, "training")
-
-    def _public_records(self) -> Any:
-        return self._without_unused_columns(self.public_dataset, "public")[0]
-
-    def _without_unused_columns(self, dataset: Any, description: str) -> tuple[Any, Callable]:
-        if hasattr(dataset, "remove_columns"):
-            return self._remove_unused_columns(dataset, description=description), self.data_collator
-        return dataset, self._get_collator_with_removed_columns(self.data_collator, description=description)
 
     def _choose_layer(self, layout: Any) -> int:
         wanted = self.args.protected_layer
@@ -215,22 +211,6 @@ class RaptorTrainer(EvaluationMixin, HubMixin, Trainer):
             return [], None
         return [cycle for _, cycle in zip(range(num_batches), epoch_iterator, strict=False)], None
 
-    def _checked_batch(self, records: list) -> dict:
-        batch = self._collate(records)
-        check_batch(batch, len(records), self.label_names, class_count(self.model))
-        return batch
-
-    def _micro_batches(self, indices: Any, owners: torch.Tensor | None) -> Iterator[tuple[dict, torch.Tensor | None]]:
-        """Collated micro-batches of a logical batch, shortest records first (their order does not change the sum)."""
-        drawn = [(self._records[int(i)], int(i)) for i in indices]
-        drawn.sort(key=lambda pair: len(pair[0]["input_ids"]) if "input_ids" in pair[0] else 0)
-        size = self.args.per_device_train_batch_size
-        for start in range(0, len(drawn), size):
-            chunk = drawn[start : start + size]
-            batch = self._checked_batch([record for record, _ in chunk])
-            owner = None if owners is None else owners[[i for _, i in chunk]].to(self.args.device)
-            yield dict(self._prepare_inputs(batch)), owner
-
     # ---- Plan ----
 
     def _plan(self, cycles: int) -> PrivacyPlan:
@@ -252,7 +232,7 @@ class RaptorTrainer(EvaluationMixin, HubMixin, Trainer):
         with together("the checks before training"):
             check_model(
                 self.model, records=[self._records[i] for i in range(min(3, len(self._records)))],
-                collate=self._collate, mode=self.args.grad_sample_mode, label_names=self.label_names,
+                collate=self._collate, mode=self.engine, label_names=self.label_names,
             )  # fmt: skip
         cycles = self.planned_cycles()
         start, self.ledger = begin(self.args, self.model, self.ledger, resume_from, self._plan, cycles)
@@ -261,7 +241,7 @@ class RaptorTrainer(EvaluationMixin, HubMixin, Trainer):
         if self._binding is None or start.state is not None:
             self._binding, self._owners = establish_owners(
                 self.args, self.model, self._records, self._checked_batch, start.state, start.folders,
-                self.ledger.plan, needed="expert" in self._streams,
+                self.ledger.plan, needed=self._method.owners,
             )  # fmt: skip
         broadcast(self._trainables())
         return start.checkpoint
@@ -291,16 +271,12 @@ class RaptorTrainer(EvaluationMixin, HubMixin, Trainer):
     ) -> torch.Tensor:
         """One cycle. Leaves the last stream's noisy gradient for the training loop's own `optimizer.step()`."""
         model.train()
-        loss_fns: dict[str, LossFn] = {"shared": model_loss, "expert": model_loss}
-        if self.args.residual_weighting:
-            loss_fns["expert"] = residual_weighted(model_loss, self.args.residual_gamma)
-        names = list(self._streams)
         # before the scheduler's step: what this cycle's updates use
         self._rates = {group.get("stream"): float(group["lr"]) for group in self.optimizer.param_groups}
-        for name in names:
-            stream = self._streams[name]
+        done: list[Stream] = []
+        for name, stream in self._streams.items():
             assert self.ledger is not None
-            owners = self._owners if name == "expert" else None
+            owners = None if stream.num_owners is None else self._owners
             with (
                 together(f"the {name} stream of a cycle"),
                 self.compute_loss_context_manager(),
@@ -308,12 +284,14 @@ class RaptorTrainer(EvaluationMixin, HubMixin, Trainer):
             ):
                 self.ledger.spend(name)
                 clipped = sum_gradients(
-                    self.model, stream, self._micro_batches(getattr(inputs, name), owners),
-                    mode=self.args.grad_sample_mode, loss_fn=loss_fns[name],
-                )  # fmt: skip
+                    self.model, stream, self._micro_batches(getattr(inputs, name), owners), self.record_gradients
+                )
             noisy_gradients(stream, clipped, self.noise)
-            self._first_cycle.before_step(stream, self.optimizer)
-            if name != names[-1]:
+            done.append(stream)
+            if len(done) == len(self._streams) or self._method.alternating:
+                self._first_cycle.before_step(done, self.optimizer)
+            if len(done) < len(self._streams) and self._method.alternating:
+                done = []
                 # the other stream's gradients are None, so the optimizer leaves its parameters and state alone
                 self.optimizer.step()
                 self._first_cycle.after_step()
@@ -321,6 +299,17 @@ class RaptorTrainer(EvaluationMixin, HubMixin, Trainer):
         if self.args.research_diagnostics:
             return self._private_loss(inputs)
         return torch.zeros((), device=self.args.device)
+
+    def record_gradients(
+        self, stream: Stream, batch: Mapping[str, torch.Tensor], owner: torch.Tensor | None
+    ) -> Mapping[str, Any]:
+        """Per-sample gradients of one micro-batch: `{name: (b, *shape)}`, or forms that `ClippedSum.add` takes.
+
+        For subclasses that audit: whatever is returned is clipped record by record, so that the bound holds for it.
+        """
+        weighted = self.args.residual_weighting
+        owned_loss = residual_weighted(model_loss, self.args.residual_gamma) if weighted else model_loss
+        return stream_gradients(self.model, stream, batch, owner, mode=self.engine, owned_loss=owned_loss)
 
     @torch.no_grad()
     def _private_loss(self, cycle: Cycle) -> torch.Tensor:

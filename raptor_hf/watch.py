@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -64,18 +65,18 @@ class FirstCycle(TrainerCallback):
                 "spends a release of each stream and changes nothing. Set the length of a run at its start."
             )
 
-    def before_step(self, stream: Stream, optimizer: Any) -> None:
-        """Remember a stream's parameters before the optimizer's step on its noisy gradients."""
+    def before_step(self, streams: Sequence[Stream], optimizer: Any) -> None:
+        """Remember the streams' parameters before the optimizer's step on their noisy gradients."""
         if not self._armed:
             return
         rates = {id(p): float(group["lr"]) for group in _plain(optimizer).param_groups for p in group["params"]}
         seen = []
-        for name, p in stream.parameters.items():
+        for name, p in ((name, p) for stream in streams for name, p in stream.parameters.items()):
             rate = rates.get(id(p), 0.0)
             self._positive &= rate > 0
             if p.grad is not None:
                 seen.append((name, p, p.detach().clone(), p.grad.detach().clone(), rate))
-        self._pending = (stream.name, seen)
+        self._pending = (" and ".join(stream.name for stream in streams), seen)
 
     def after_step(self) -> None:
         """Check that the step moved them."""

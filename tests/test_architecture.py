@@ -32,6 +32,7 @@ FLOORS = (
         "callbacks",
         "optim",
         "evaluation",
+        "records",
         "plan",
         "preflight",
         "distributed",

@@ -12,9 +12,13 @@ from raptor_hf.grad_sample.functorch import functorch_gradients
 from raptor_hf.grad_sample.hooks import hooks_gradients
 from raptor_hf.grad_sample.losses import LossFn, model_loss, residual_weighted
 from raptor_hf.grad_sample.reference import reference_gradients
+from raptor_hf.grad_sample.summed import summed_gradients
 from raptor_hf.validate import one_of
 
-__all__ = ["ENGINES", "LossFn", "engine_gradients", "model_loss", "per_sample_gradients", "residual_weighted"]
+__all__ = [
+    "ENGINES", "LossFn", "engine_gradients", "model_loss", "per_sample_gradients", "residual_weighted",
+    "summed_gradients",
+]  # fmt: skip
 
 ENGINES: dict[str, Callable[..., dict[str, Any]]] = {
     "functorch": functorch_gradients,

@@ -14,6 +14,7 @@ from torch import nn
 
 from raptor_hf.errors import PrivacyConfigError
 from raptor_hf.moe.block import PROJECTIONS
+from raptor_hf.moe.layout import MoELayout, SparseLayer, find_moe_layout
 from raptor_hf.moe.lora import AdapterPlan, adapter_plan, attach_adapters
 
 __all__ = ["adapter_state_dict", "check_loaded", "load_adapter", "save_adapter"]
@@ -25,9 +26,14 @@ WEIGHTS, PREFIX = "adapter_model.safetensors", "base_model.model."
 _ABOUT = ("privacy.json", "release.json", "raptor_state.json")
 
 
-def _expert_keys(plan: AdapterPlan) -> dict[tuple[str, int], str]:
+def _adapted(plan: AdapterPlan) -> list[SparseLayer]:
+    """The sparse layers whose experts carry adapters."""
+    return [plan.layout.layer(index) for index in plan.expert_layers]
+
+
+def _expert_keys(plan: AdapterPlan, layer: SparseLayer) -> dict[tuple[str, int], str]:
     """(projection of the block, expert) -> path of that expert's linear layer; empty where experts are stacked."""
-    family, layer = plan.layout.family, plan.protected
+    family = plan.layout.family
     if family.expert_parameters is not None:
         return {}
     return {
@@ -37,11 +43,11 @@ def _expert_keys(plan: AdapterPlan) -> dict[tuple[str, int], str]:
     }
 
 
-def _stacked_keys(plan: AdapterPlan) -> dict[str, str]:
+def _stacked_keys(plan: AdapterPlan, layer: SparseLayer) -> dict[str, str]:
     """Projection -> where PEFT keeps its adapter: it wraps the module once for each parameter, the last one outside."""
     if plan.layout.family.expert_parameters is None:
         return {}
-    path = f"{plan.protected.name}.{plan.protected.experts_path}"
+    path = f"{layer.name}.{layer.experts_path}"
     return {"first": f"{path}.base_layer", "second": path}
 
 
@@ -67,12 +73,13 @@ def adapter_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
         module = model.get_submodule(path)
         state[f"{PREFIX}{path}.lora_A.weight"] = module.lora_A
         state[f"{PREFIX}{path}.lora_B.weight"] = module.lora_B
-    adapters = model.get_submodule(plan.protected.name).expert_adapters
-    for kind in ("lora_A", "lora_B"):
-        for (projection, expert), path in _expert_keys(plan).items():
-            state[f"{PREFIX}{path}.{kind}.weight"] = getattr(adapters[projection], kind)[expert]
-        for projection, path in _stacked_keys(plan).items():
-            state[f"{PREFIX}{path}.{kind}.weight"] = _to_peft(kind, getattr(adapters[projection], kind))
+    for layer in _adapted(plan):
+        adapters = model.get_submodule(layer.name).expert_adapters
+        for kind in ("lora_A", "lora_B"):
+            for (projection, expert), path in _expert_keys(plan, layer).items():
+                state[f"{PREFIX}{path}.{kind}.weight"] = getattr(adapters[projection], kind)[expert]
+            for projection, path in _stacked_keys(plan, layer).items():
+                state[f"{PREFIX}{path}.{kind}.weight"] = _to_peft(kind, getattr(adapters[projection], kind))
     for name, parameter in _head(model, plan):
         state[f"{PREFIX}{plan.layout.head}.{name}"] = parameter
     return {key: value.detach().cpu().clone().contiguous() for key, value in state.items()}
@@ -94,14 +101,15 @@ def peft_config(model: nn.Module) -> LoraConfig:
     plan = adapter_plan(model)
     stacked = plan.layout.family.expert_parameters
     weights = [path for path in plan.shared_targets if stacked and path.rpartition(".")[2] in _REWRITTEN]
+    layers = _adapted(plan)
+    experts = {path for layer in layers for path in _expert_keys(plan, layer).values()}
+    parameters = [f"{path}.weight" for path in weights]
+    parameters += [f"{layer.name}.{name}" for layer in layers for name in stacked or ()]
     return LoraConfig(
         r=plan.rank,
         lora_alpha=plan.alpha,
-        target_modules=sorted({*plan.shared_targets, *_expert_keys(plan).values()} - set(weights)),
-        target_parameters=sorted(
-            [f"{path}.weight" for path in weights] + [f"{plan.protected.name}.{name}" for name in stacked or ()]
-        )
-        or None,
+        target_modules=sorted({*plan.shared_targets, *experts} - set(weights)),
+        target_parameters=sorted(parameters) or None,
         modules_to_save=[plan.layout.head] if plan.layout.trains_head else None,
         base_model_name_or_path=getattr(model, "name_or_path", None) or None,
         inference_mode=True,
@@ -123,10 +131,14 @@ def save_adapter(model: nn.Module, directory: str | os.PathLike) -> None:
     peft_config(model).save_pretrained(path)
 
 
-def _protected_layer(keys: Any, layout: Any) -> int:
-    for layer in layout.sparse_layers:
-        if any(key.startswith(f"{PREFIX}{layer.name}.{layer.experts_path}.") for key in keys):
-            return layer.index
+def _expert_layers(keys: Any, layout: MoELayout) -> list[SparseLayer]:
+    found = [
+        layer
+        for layer in layout.sparse_layers
+        if any(key.startswith(f"{PREFIX}{layer.name}.{layer.experts_path}.") for key in keys)
+    ]
+    if found:
+        return found
     raise PrivacyConfigError(
         "An adapter without expert weights was given",
         "It has no protected layer, so it is not an adapter of this package",
@@ -146,16 +158,14 @@ def load_adapter(model: nn.Module, directory: str | os.PathLike) -> nn.Module:
     path = Path(directory)
     saved = load_file(path / WEIGHTS)
     if getattr(model, "raptor_adapters", None) is None:
-        from raptor_hf.moe.layout import find_moe_layout
-
         config = LoraConfig.from_pretrained(str(path))
         layout = find_moe_layout(model)
-        layer = _protected_layer(saved, layout)
-        experts = f"{layout.layer(layer).name}.{layout.layer(layer).experts_path}."
+        layers = _expert_layers(saved, layout)
+        experts = tuple(f"{layer.name}.{layer.experts_path}." for layer in layers)
         named = {*config.target_modules, *(t.removesuffix(".weight") for t in config.target_parameters or ())}
         config.target_modules = sorted(target for target in named if not target.startswith(experts))
         config.target_parameters = None
-        attach_adapters(model, config, layer)
+        attach_adapters(model, config, layers[-1].index, all_layers=len(layers) > 1)
     plan = adapter_plan(model)
     expected = adapter_state_dict(model)
     wrong = sorted(set(expected) ^ set(saved))
@@ -173,13 +183,14 @@ def load_adapter(model: nn.Module, directory: str | os.PathLike) -> nn.Module:
             module = model.get_submodule(target)
             module.lora_A.copy_(saved[f"{PREFIX}{target}.lora_A.weight"])
             module.lora_B.copy_(saved[f"{PREFIX}{target}.lora_B.weight"])
-        adapters = model.get_submodule(plan.protected.name).expert_adapters
-        for kind in ("lora_A", "lora_B"):
-            for (projection, expert), target in _expert_keys(plan).items():
-                getattr(adapters[projection], kind)[expert].copy_(saved[f"{PREFIX}{target}.{kind}.weight"])
-            for projection, target in _stacked_keys(plan).items():
-                stacked = getattr(adapters[projection], kind)
-                stacked.copy_(_from_peft(kind, saved[f"{PREFIX}{target}.{kind}.weight"], len(stacked)))
+        for sparse in _adapted(plan):
+            adapters = model.get_submodule(sparse.name).expert_adapters
+            for kind in ("lora_A", "lora_B"):
+                for (projection, expert), target in _expert_keys(plan, sparse).items():
+                    getattr(adapters[projection], kind)[expert].copy_(saved[f"{PREFIX}{target}.{kind}.weight"])
+                for projection, target in _stacked_keys(plan, sparse).items():
+                    stacked = getattr(adapters[projection], kind)
+                    stacked.copy_(_from_peft(kind, saved[f"{PREFIX}{target}.{kind}.weight"], len(stacked)))
         for name, parameter in _head(model, plan):
             parameter.copy_(saved[f"{PREFIX}{plan.layout.head}.{name}"])
     return model

@@ -91,13 +91,23 @@ class LoraLinear(nn.Module):
 
 @dataclass(frozen=True)
 class AdapterPlan:
-    """What carries adapters. Attributes: rank and alpha of LoRA; shared_targets: module paths; layer: block index."""
+    """What is trained.
+
+    Attributes:
+        rank and alpha of LoRA. shared_targets: module paths with LoRA. layer: block index of the protected layer.
+        trains: the roles that are trained, of `"shared"` (with the head) and `"expert"`.
+        expert_layers: block indices whose experts carry adapters.
+        weights: `"adapters"`, or the base weights that `train_weights` made trainable.
+    """
 
     rank: int
     alpha: float
     shared_targets: tuple[str, ...]
     layer: int
     layout: MoELayout
+    trains: tuple[str, ...] = ("shared", "expert")
+    expert_layers: tuple[int, ...] = ()
+    weights: str = "adapters"
 
     @property
     def scaling(self) -> float:
@@ -175,7 +185,14 @@ def _shared_targets(model: nn.Module, layout: MoELayout, targets: Any) -> tuple[
     return shared
 
 
-def attach_adapters(model: nn.Module, config: Any, protected_layer: int | str) -> nn.Module:
+def attach_adapters(
+    model: nn.Module,
+    config: Any,
+    protected_layer: int | str,
+    *,
+    trains: tuple[str, ...] = ("shared", "expert"),
+    all_layers: bool = False,
+) -> nn.Module:
     """Freeze `model`, put LoRA on the shared stream and on every expert of one layer, and make the head trainable.
 
     A task head (`score`) is trained in full, as part of the shared stream. A causal language model has none: its LM
@@ -186,6 +203,8 @@ def attach_adapters(model: nn.Module, config: Any, protected_layer: int | str) -
     Args:
         config: a `RaptorConfig` (`lora_rank`, `lora_alpha`, `shared_target_modules`) or a PEFT `LoraConfig`.
         protected_layer: block index of the protected layer l*, `"first"` or `"last"`.
+        trains: the roles to train; the others' adapters stay frozen at zero, and the head with `"shared"`.
+        all_layers: put adapters on the experts of every sparse layer (for methods without owners).
 
     Returns:
         The same object.
@@ -212,13 +231,9 @@ def attach_adapters(model: nn.Module, config: Any, protected_layer: int | str) -
             f"It has no head named `{layout.head}` to train, and no LM head either",
             "Use a model class with a head, e.g. through `AutoModelForSequenceClassification`",
         )
-    plan = AdapterPlan(rank, float(alpha), shared, layer, layout)
-    if changed := layout.family.switch_off(model):
-        warnings.warn(
-            f"Switched off: {' and '.join(changed)}. They would make a record's computation depend on chance that is "
-            "shared with its neighbours. All other dropout stays as the model has it.",
-            stacklevel=2,
-        )
+    layers = tuple(sparse.index for sparse in layout.sparse_layers if all_layers or sparse.index == layer)
+    plan = AdapterPlan(rank, float(alpha), shared, layer, layout, trains, layers)
+    switch_off_chance(model, layout)
     model.requires_grad_(False)
     for name in shared:
         _replace(model, name, LoraLinear(model.get_submodule(name), rank, plan.scaling))
@@ -226,11 +241,14 @@ def attach_adapters(model: nn.Module, config: Any, protected_layer: int | str) -
         shipped = model.get_submodule(sparse.name)
         block = shipped if isinstance(shipped, SparseBlock) else layout.family.wrap_block(shipped)
         block.train(shipped.training)
-        if sparse.index == layer:
+        if sparse.index in layers:
             block.add_expert_adapters(rank, alpha)
         _replace(model, sparse.name, block)
     if layout.trains_head:
         _train_head(model.get_submodule(layout.head))
+    for name, parameter in model.named_parameters():
+        role = "expert" if layout.role(name) == "expert" else "shared"
+        parameter.requires_grad_(parameter.requires_grad and role in trains)
     shared_storage = [names for parameter, names in tied_or_shared(model).items() if parameter.requires_grad]
     if shared_storage:
         raise UnsupportedModelError(
@@ -243,6 +261,16 @@ def attach_adapters(model: nn.Module, config: Any, protected_layer: int | str) -
 
     bind_save_pretrained(model)
     return model
+
+
+def switch_off_chance(model: nn.Module, layout: MoELayout) -> None:
+    """Switch off what the family says would make a record's computation depend on its neighbours' chance."""
+    if changed := layout.family.switch_off(model):
+        warnings.warn(
+            f"Switched off: {' and '.join(changed)}. They would make a record's computation depend on chance that is "
+            "shared with its neighbours. All other dropout stays as the model has it.",
+            stacklevel=3,
+        )
 
 
 def _train_head(head: nn.Module) -> None:
@@ -287,7 +315,7 @@ def stream_parameters(model: nn.Module) -> dict[str, dict[str, nn.Parameter]]:
         if not parameter.requires_grad:
             continue
         role = plan.layout.role(name)
-        if role == "router":
+        if role == "router" and plan.weights != "full":
             raise PrivacyConfigError(
                 f"The router parameter `{name}` is trainable",
                 "Routing must stay as the public base model has it, or the owner map no longer says which expert a "

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Protocol
 
 import torch
 
 from raptor_hf.validate import positive
 
-__all__ = ["RecordGradients", "clip_and_sum", "clip_and_sum_by_owner", "clip_factors"]
+__all__ = ["RecordGradients", "clip_and_sum", "clip_and_sum_by_owner", "clip_and_sum_jointly", "clip_factors"]
 
 # Room for the rounding of the factor, its product with the gradient and the sum (each about 6e-8 in float32).
 _SLACK = 1e-6
@@ -119,6 +119,44 @@ def clip_and_sum(
     return sums, norms
 
 
+def clip_and_sum_jointly(
+    grads: Mapping[str, torch.Tensor] | Mapping[str, RecordGradients],
+    owner: torch.Tensor,
+    num_owners: int,
+    max_norm: float,
+    owned: Collection[str],
+) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """One norm over all tensors of a record; those in `owned` add up by owner, the others over all records.
+
+    Args:
+        grads: name -> (b, *shape). owner: (b,) int64 in [0, num_owners). owned: names of plain tensors.
+
+    Returns:
+        name -> sums, (num_owners, *shape) for the owned and (*shape) for the others, and the norms (b,) (private).
+
+    Formal guarantees:
+        Adding or removing one record changes one owner's sums and the others' sums, all together by at most C in L2
+        norm: a record's contribution is its clipped gradient, moved to its owner's place.
+    """
+    factors, norms = clip_factors(grads, max_norm)
+    if owner.shape != factors.shape or bool(((owner < 0) | (owner >= num_owners)).any()):
+        raise ValueError(
+            "`owner` does not name one of the owners for every record. A record without one would be lost, or counted "
+            f"for others. Pass {len(factors)} indices in [0, {num_owners})."
+        )
+    sums = {}
+    for name, g in grads.items():
+        if not isinstance(g, torch.Tensor):
+            if name in owned:
+                raise TypeError(f"`{name}` is not formed, and cannot be added up by owner. This is a bug.")
+            sums[name] = g.weighted_sum(factors)
+        elif name in owned:
+            sums[name] = _weighted_sums(g, factors, owner, num_owners)
+        else:
+            sums[name] = _weighted_sums(g, factors)[0]
+    return sums, norms
+
+
 def clip_and_sum_by_owner(
     grads: Mapping[str, torch.Tensor], owner: torch.Tensor, num_owners: int, max_norm: float
 ) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
@@ -134,10 +172,4 @@ def clip_and_sum_by_owner(
         Adding or removing one record changes exactly one owner's sum, by at most C in L2 norm: the owners' sums
         are functions of disjoint sets of records and compose in parallel.
     """
-    factors, norms = clip_factors(grads, max_norm)
-    if owner.shape != factors.shape or bool(((owner < 0) | (owner >= num_owners)).any()):
-        raise ValueError(
-            "`owner` does not name one of the owners for every record. A record without one would be lost, or counted "
-            f"for others. Pass {len(factors)} indices in [0, {num_owners})."
-        )
-    return {name: _weighted_sums(g, factors, owner, num_owners) for name, g in grads.items()}, norms
+    return clip_and_sum_jointly(grads, owner, num_owners, max_norm, owned=set(grads))

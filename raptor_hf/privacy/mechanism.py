@@ -1,16 +1,17 @@
-"""The Gaussian mechanism of one stream: a clipped sum that knows its sensitivity, and its one noisy release."""
+"""The Gaussian mechanism: a clipped sum that knows its sensitivity, and its one noisy release."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Collection, Mapping
 
 import torch
 
-from raptor_hf.privacy.clipping import RecordGradients, clip_and_sum, clip_and_sum_by_owner
+from raptor_hf.privacy.clipping import RecordGradients, clip_and_sum, clip_and_sum_jointly
 from raptor_hf.privacy.noise import NoiseSource
 from raptor_hf.validate import finite, positive
 
-__all__ = ["ClippedSum", "release"]
+__all__ = ["ClippedSum", "UnclippedSum", "release"]
 
 
 class ClippedSum:
@@ -20,8 +21,9 @@ class ClippedSum:
     that the bound that was enforced and the bound that is paid for cannot differ.
 
     Args:
-        shapes: name -> shape of the released tensor. For an expert stream the first dimension counts the owners.
+        shapes: name -> shape of the released tensor. In `owned` tensors the first dimension counts the owners.
         max_norm: C. num_owners: E for an expert stream; None for a stream every record contributes to as a whole.
+        owned: names of the tensors that add up by owner; default, with `num_owners`: all.
 
     Attributes:
         sensitivity: L2 change of the sum when one record is added or removed: C.
@@ -33,8 +35,10 @@ class ClippedSum:
         max_norm: float,
         *,
         num_owners: int | None = None,
+        owned: Collection[str] | None = None,
         device: torch.device | str = "cpu",
     ):
+        self.owned = frozenset(shapes if owned is None else owned) if num_owners is not None else frozenset()
         self.sensitivity = positive("max_norm", max_norm)
         self.num_owners = num_owners
         # float64: one record more must not change how the others' contributions are rounded
@@ -59,7 +63,7 @@ class ClippedSum:
         if owner is None:
             sums, _ = clip_and_sum(grads, self.sensitivity)
         else:
-            sums, _ = clip_and_sum_by_owner(grads, owner, self.num_owners or 0, self.sensitivity)
+            sums, _ = clip_and_sum_jointly(grads, owner, self.num_owners or 0, self.sensitivity, self.owned)
         for name, value in sums.items():
             self.sums[name].add_(value)
 
@@ -68,14 +72,39 @@ class ClippedSum:
         self.sums = {name: all_reduce(value) for name, value in self.sums.items()}
 
 
+class UnclippedSum:
+    """The sum of gradients that nothing bounds, for methods without privacy: no noise would be enough for it.
+
+    Args:
+        shapes: name -> shape.
+    """
+
+    sensitivity = math.inf
+
+    def __init__(self, shapes: Mapping[str, torch.Size], *, device: torch.device | str = "cpu"):
+        self.sums = {name: torch.zeros(shape, dtype=torch.float64, device=device) for name, shape in shapes.items()}
+
+    def add(self, sums: Mapping[str, torch.Tensor]) -> None:
+        """Add a micro-batch's summed gradients, name -> (*shape)."""
+        for name, value in sums.items():
+            self.sums[name].add_(value)
+
+    def reduce(self, all_reduce: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """See `ClippedSum.reduce`."""
+        self.sums = {name: all_reduce(value) for name, value in self.sums.items()}
+
+
 def release(
-    clipped: ClippedSum, noise_multiplier: float, denominator: float, noise: NoiseSource
+    clipped: ClippedSum | UnclippedSum,
+    noise_multiplier: float,
+    denominator: float | Mapping[str, float],
+    noise: NoiseSource,
 ) -> dict[str, torch.Tensor]:
     """(sum + N(0, (sigma * sensitivity)^2 I)) / denominator: the noisy gradient of one stream (Eqs. 7 and 9).
 
     Args:
         noise_multiplier: sigma >= 0. denominator: a public constant, B for the shared stream and B / E for an
-            expert; never a realised count.
+            expert; never a realised count. By name where tensors of one mechanism have denominators of their own.
 
     Returns:
         name -> tensor of the sums' shapes, float32 (float64 when sigma is 0).
@@ -88,10 +117,12 @@ def release(
     """
     if finite("noise_multiplier", noise_multiplier) < 0:
         raise ValueError(f"`noise_multiplier={noise_multiplier}` was given. It cannot be negative. Pass a value >= 0.")
-    positive("denominator", denominator)
-    scale = noise_multiplier * clipped.sensitivity
+    if noise_multiplier and not math.isfinite(clipped.sensitivity):
+        raise ValueError("Noise was asked for on a sum without a bound. It would protect nothing. Clip the gradients.")
+    scale = noise_multiplier * clipped.sensitivity if noise_multiplier else 0.0
+    divisors = denominator if isinstance(denominator, Mapping) else dict.fromkeys(clipped.sums, denominator)
     released = {
-        name: (value + noise.normal(value.shape, scale, device=value.device)) / denominator
+        name: (value + noise.normal(value.shape, scale, device=value.device)) / positive("denominator", divisors[name])
         for name, value in clipped.sums.items()
     }
     return {name: value.float() for name, value in released.items()} if scale > 0 else released

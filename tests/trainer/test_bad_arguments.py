@@ -67,7 +67,7 @@ def test_every_refused_argument_is_tested():
         ("shared_noise_multiplier", -0.1), ("expert_noise_multiplier", float("nan")),
         ("shared_max_grad_norm", 0.0), ("expert_max_grad_norm", -1.0), ("shared_max_grad_norm", float("inf")),
         ("budget_split", 1.5), ("budget_rule", "sum"), ("accountant", "rdp"), ("expected_batch_size", 0),
-        ("ownership", "random"), ("expert_denominator", "realised"), ("clipping", "per_layer"), ("alternating", False),
+        ("ownership", "random"), ("expert_denominator", "realised"), ("clipping", "per_layer"), ("alternating", "no"),
         ("residual_gamma", -1.0), ("grad_sample_mode", "opacus"), ("lora_rank", 0), ("lora_alpha", 0.0),
         ("expert_learning_rate", -1.0), ("insecure_noise_seed", -3), ("insecure_noise_seed", 1.5),
     ],

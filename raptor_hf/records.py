@@ -1,0 +1,65 @@
+"""The trainer's way to its private records: columns, collation, micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from raptor_hf.checks import check_batch, class_count
+from raptor_hf.methods import Method
+
+__all__ = ["RecordsMixin"]
+
+
+class RecordsMixin:
+    """What `RaptorTrainer` does with single records before the engines see them."""
+
+    args: Any
+    model: Any
+    public_dataset: Any
+    data_collator: Any
+    label_names: list[str]
+    _records: Any
+    _collate: Callable
+    _method: Method
+    _prepare_inputs: Callable
+    _remove_unused_columns: Callable
+    _get_collator_with_removed_columns: Callable
+
+    @property
+    def engine(self) -> str:
+        """The per-sample gradient engine: methods that train base weights have the one-record engine only."""
+        return self.args.grad_sample_mode if self._method.weights == "adapters" else "reference"
+
+    def _private_records(self, dataset: Any) -> tuple[Any, Callable]:
+        """The training set without columns the model does not take, and its collator."""
+        if dataset is None:
+            return [], self.data_collator
+        return self._without_unused_columns(dataset, "training")
+
+    def _public_records(self) -> Any:
+        return self._without_unused_columns(self.public_dataset, "public")[0]
+
+    def _without_unused_columns(self, dataset: Any, description: str) -> tuple[Any, Callable]:
+        if hasattr(dataset, "remove_columns"):
+            return self._remove_unused_columns(dataset, description=description), self.data_collator
+        return dataset, self._get_collator_with_removed_columns(self.data_collator, description=description)
+
+    def _checked_batch(self, records: list) -> dict:
+        batch = self._collate(records)
+        check_batch(batch, len(records), self.label_names, class_count(self.model))
+        return batch
+
+    def _micro_batches(self, indices: Any, owners: torch.Tensor | None) -> Iterator[tuple[dict, torch.Tensor | None]]:
+        """Collated micro-batches of a logical batch, shortest records first (their order does not change the sum)."""
+        drawn = [(self._records[int(i)], int(i)) for i in indices]
+        drawn.sort(key=lambda pair: len(pair[0]["input_ids"]) if "input_ids" in pair[0] else 0)
+        # one record at a time is what that engine computes: it need hold no more gradients than one
+        size = 1 if self.engine == "reference" and self._method.private else self.args.per_device_train_batch_size
+        for start in range(0, len(drawn), size):
+            chunk = drawn[start : start + size]
+            batch = self._checked_batch([record for record, _ in chunk])
+            owner = None if owners is None else owners[[i for _, i in chunk]].to(self.args.device)
+            yield dict(self._prepare_inputs(batch)), owner
