@@ -59,6 +59,10 @@ def base_model_digests(model: nn.Module) -> dict[str, str]:
     return {role: _combined(values) for role, values in by_role.items()}
 
 
+def _image(value: Any) -> bool:
+    return hasattr(value, "tobytes") and not isinstance(value, np.generic)
+
+
 def _bytes(value: Any) -> Iterator[bytes]:
     if isinstance(value, Mapping):
         for key in sorted(value):
@@ -69,11 +73,11 @@ def _bytes(value: Any) -> Iterator[bytes]:
     elif isinstance(value, np.ndarray):
         # a list and an array of the same numbers are the same record
         yield from _bytes(value.tolist())
-    elif hasattr(value, "tobytes") and not isinstance(value, np.generic):  # an image
+    elif _image(value):
         yield value.tobytes()
     elif isinstance(value, np.generic):
         yield repr(value.item()).encode()
-    elif isinstance(value, (list, tuple)) and any(hasattr(item, "__len__") for item in value):
+    elif isinstance(value, (list, tuple)) and any(hasattr(item, "__len__") or _image(item) for item in value):
         for item in value:
             yield from _bytes(item)
             yield b","

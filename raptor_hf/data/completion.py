@@ -1,8 +1,8 @@
-"""Prompts and completions for causal language models, and the choice among several completions."""
+"""Prompts and completions for causal language models."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,7 @@ from torch import nn
 
 from raptor_hf.errors import PrivacyConfigError
 
-__all__ = ["IGNORED", "CompletionCollator", "choose", "completion_log_likelihoods", "encode_completion"]
+__all__ = ["IGNORED", "CompletionCollator", "completion_log_likelihoods", "encode_completion"]
 
 IGNORED = -100
 """The label of a token that is not supervised: the prompt's, and padding."""
@@ -21,13 +21,20 @@ _PACKED = ("seq_lengths", "seq_idx", "cu_seq_lens_q", "cu_seq_lens_k", "cu_seqle
 
 
 def encode_completion(
-    tokenizer: Any, prompt: str, completion: str, *, max_length: int | None = None, end: bool = True
+    tokenizer: Any,
+    prompt: str,
+    completion: str,
+    *,
+    max_length: int | None = None,
+    end: bool = True,
+    keep: Container[int] = (),
 ) -> dict[str, list[int]]:
     """One record: `input_ids`, `attention_mask`, and `labels` that are -100 on the prompt.
 
     Args:
         max_length: longer records lose tokens from the start of the prompt, then from the end of the completion.
         end: close the completion with the tokenizer's end-of-sequence token.
+        keep: tokens that the prompt does not lose; if these alone are too many, the record stays longer.
     """
     eos = tokenizer.eos_token_id
     first = list(tokenizer(prompt)["input_ids"])
@@ -38,9 +45,21 @@ def encode_completion(
         second.append(eos)
     if max_length is not None:
         second = second[:max_length]
-        first = first[len(first) - min(len(first), max_length - len(second)) :]
+        first = _shortened(first, max_length - len(second), keep)
     ids = first + second
     return {"input_ids": ids, "attention_mask": [1] * len(ids), "labels": [IGNORED] * len(first) + second}
+
+
+def _shortened(ids: list[int], length: int, keep: Container[int]) -> list[int]:
+    """Without as many of the first tokens as there are too many, those to keep not counted."""
+    excess = len(ids) - length
+    left = []
+    for token in ids:
+        if excess > 0 and token not in keep:
+            excess -= 1
+        else:
+            left.append(token)
+    return left
 
 
 @dataclass
@@ -107,26 +126,3 @@ def completion_log_likelihoods(model: nn.Module, batch: Mapping[str, torch.Tenso
     supervised = labels != IGNORED
     picked = logits.log_softmax(-1).gather(-1, labels.clamp_min(0).unsqueeze(-1)).squeeze(-1)
     return (picked * supervised).sum(-1)
-
-
-def choose(
-    model: nn.Module, tokenizer: Any, prompt: str, choices: Sequence[str], *, per_token: bool = False
-) -> tuple[int, list[float]]:
-    """The choice that the model finds likeliest after the prompt, and every choice's log-likelihood.
-
-    Args:
-        per_token: divide by the number of the choice's tokens, so that long choices are not at a disadvantage.
-    """
-    records = [encode_completion(tokenizer, prompt, choice, end=False) for choice in choices]
-    device = next(model.parameters()).device
-    batch = {key: value.to(device) for key, value in CompletionCollator()(records).items()}
-    training = model.training
-    model.eval()
-    try:
-        scores = completion_log_likelihoods(model, batch)
-    finally:
-        model.train(training)
-    if per_token:
-        scores = scores / (batch["labels"] != IGNORED).sum(-1).clamp_min(1)
-    values = [float(score) for score in scores]
-    return max(range(len(values)), key=values.__getitem__), values

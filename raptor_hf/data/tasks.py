@@ -6,12 +6,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from datasets import Dataset, load_dataset
+from datasets import Dataset, DatasetDict, load_dataset
 
 from raptor_hf.data.demo import imdb_sentences, rotten_tomatoes
 from raptor_hf.errors import PrivacyConfigError
 
-__all__ = ["DataArguments", "TextTask", "load_task", "tokenize_task"]
+__all__ = ["DataArguments", "TextTask", "load_splits", "load_task", "tokenize_task"]
 
 _FORMATS = {".csv": ("csv", ","), ".tsv": ("csv", "\t"), ".json": ("json", None), ".jsonl": ("json", None)}
 _DEMO = "rotten_tomatoes_demo"
@@ -69,6 +69,25 @@ def _first(dataset: Dataset | None, limit: int | None) -> Dataset | None:
     return dataset if dataset is None or limit is None else dataset.select(range(min(limit, len(dataset))))
 
 
+def load_splits(name: str, config_name: str | None = None, *, instead: str) -> DatasetDict:
+    """All splits of a dataset of the Hub, or of a local folder that `datasets` can read.
+
+    Args:
+        instead: what else may be given, for the message.
+
+    Raises:
+        PrivacyConfigError: it could not be loaded.
+    """
+    try:
+        return load_dataset(name, config_name)
+    except (OSError, ValueError) as error:
+        raise PrivacyConfigError(
+            f"The dataset `{name}` could not be loaded",
+            (str(error).strip().splitlines() or [type(error).__name__])[0],
+            f"Give the id of a dataset on the Hub and its configuration, {instead}",
+        ) from error
+
+
 def load_task(args: DataArguments) -> TextTask:
     """Load the splits and give every record an integer `label`.
 
@@ -81,14 +100,7 @@ def load_task(args: DataArguments) -> TextTask:
         train, evaluation = Dataset.from_list(rows), Dataset.from_list(test)
         public = Dataset.from_list([{"text": text} for text in imdb_sentences(2_000)])
     elif args.dataset_name is not None:
-        try:
-            splits = load_dataset(args.dataset_name, args.dataset_config_name)
-        except (OSError, ValueError) as error:
-            raise PrivacyConfigError(
-                f"The dataset `{args.dataset_name}` could not be loaded",
-                (str(error).strip().splitlines() or [type(error).__name__])[0],
-                "Give the id of a dataset on the Hub and its configuration, or files (`train_file`)",
-            ) from error
+        splits = load_splits(args.dataset_name, args.dataset_config_name, instead="or files (`train_file`)")
         train = splits["train"]
         evaluation = next((splits[s] for s in ("validation", "validation_matched", "test") if s in splits), None)
     elif args.train_file is not None:
