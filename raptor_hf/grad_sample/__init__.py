@@ -87,6 +87,8 @@ def engine_gradients(
     size = next(iter(batch.values())).shape[0]
     if size == 0:
         return {n: p.new_zeros(0, *(p.shape if owner is None else p.shape[1:])) for n, p in parameters.items()}
+    if hasattr(model, "frozen_inputs"):  # what depends on nothing trainable, record by record, before any vmap
+        batch = model.frozen_inputs(batch)
     grads = ENGINES[mode](model, batch, parameters, loss_fn or model_loss, owner)
     for name, value in grads.items():
         if value.shape[0] != size:
