@@ -14,7 +14,7 @@ from raptor_hf.moe.lora import adapters_disabled
 from raptor_hf.moe.routing import Routing, iterate_batches, model_inputs, routing_of, token_mask
 from raptor_hf.validate import integer, one_of
 
-__all__ = ["OWNERSHIP_RULES", "owner_distribution", "owner_map", "owner_scores"]
+__all__ = ["OWNERSHIP_RULES", "current_owner_map", "owner_distribution", "owner_map", "owner_scores"]
 
 OWNERSHIP_RULES = ("gate", "vote")
 
@@ -101,6 +101,32 @@ def owner_map(
     Returns:
         LongTensor (n,), on the CPU. Ties go to the lowest expert.
     """
+    with adapters_disabled(model):
+        return current_owner_map(
+            model,
+            dataset_or_batches,
+            layer,
+            rule=rule,
+            data_collator=data_collator,
+            batch_size=batch_size,
+            layout=layout,
+        )
+
+
+def current_owner_map(
+    model: nn.Module,
+    dataset_or_batches: Iterable,
+    layer: int,
+    *,
+    rule: str = "gate",
+    data_collator: Callable[[list], Mapping[str, Any]] | None = None,
+    batch_size: int = 32,
+    layout: MoELayout | None = None,
+) -> torch.Tensor:
+    """As `owner_map`, but by the model as it is now, its adapters on: to measure how far owners would drift.
+
+    Never for training: the trained adapters depend on all records, and parallel composition needs owners that do not.
+    """
     one_of("rule", rule, OWNERSHIP_RULES)
     integer("batch_size", batch_size, minimum=1)
     layout = layout or find_moe_layout(model)
@@ -108,17 +134,16 @@ def owner_map(
     dtype = next(model.parameters()).dtype
     tol = _TOLERANCE.get(dtype, _HALF_PRECISION_TOLERANCE)
     owners = []
-    with adapters_disabled(model):
-        for raw in iterate_batches(dataset_or_batches, data_collator, batch_size):
-            batch = model_inputs(model, raw)
-            mask = token_mask(batch)
-            routings = routing_of(model, layout, batch, [layer])
-            scores = owner_scores(routings[layer], mask, experts, rule)
-            for row in _uncertain(routings, layer, mask, scores, tol).nonzero().flatten().tolist():
-                single = _one_record(batch, row, mask)
-                alone = routing_of(model, layout, single, [layer])[layer]
-                scores[row] = owner_scores(alone, token_mask(single), experts, rule)[0]
-            owners.append(_argmax_lowest(scores))
+    for raw in iterate_batches(dataset_or_batches, data_collator, batch_size):
+        batch = model_inputs(model, raw)
+        mask = token_mask(batch)
+        routings = routing_of(model, layout, batch, [layer])
+        scores = owner_scores(routings[layer], mask, experts, rule)
+        for row in _uncertain(routings, layer, mask, scores, tol).nonzero().flatten().tolist():
+            single = _one_record(batch, row, mask)
+            alone = routing_of(model, layout, single, [layer])[layer]
+            scores[row] = owner_scores(alone, token_mask(single), experts, rule)[0]
+        owners.append(_argmax_lowest(scores))
     return torch.cat(owners) if owners else torch.zeros(0, dtype=torch.long)
 
 
