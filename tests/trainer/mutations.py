@@ -41,11 +41,11 @@ def _release(noise_of: Callable, denominator_of: Callable = lambda d, *_: d):
     """A release with another noise or denominator."""
 
     def broken(clipped, noise_multiplier, denominator, noise):
-        divisor = denominator_of(denominator, clipped)
-        return {
-            name: (value + noise_of(value, noise_multiplier, clipped.sensitivity, divisor, noise)) / divisor
-            for name, value in clipped.sums.items()
-        }
+        released = {}
+        for name, value in clipped.sums.items():
+            divisor = denominator_of(denominator[name], clipped)
+            released[name] = (value + noise_of(value, noise_multiplier, clipped.sensitivity, divisor, noise)) / divisor
+        return released
 
     return patch.object(streams, "release", broken)
 
