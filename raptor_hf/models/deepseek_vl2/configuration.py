@@ -8,7 +8,7 @@ from transformers import PreTrainedConfig
 from transformers.models.deepseek_ocr2.configuration_deepseek_ocr2 import DeepseekOcr2TextConfig
 
 from raptor_hf.errors import UnsupportedModelError
-from raptor_hf.models.deepseek_vl2.text_config import original_text_values, text_config
+from raptor_hf.models.deepseek_vl2.text_config import TINY, original_text_values, text_config
 
 __all__ = ["DeepseekVL2Config", "DeepseekVL2ProjectorConfig", "DeepseekVL2VisionConfig"]
 
@@ -57,6 +57,8 @@ class DeepseekVL2ProjectorConfig(PreTrainedConfig):
 class DeepseekVL2Config(PreTrainedConfig):
     """Configuration of `DeepseekVL2ForConditionalGeneration`. Original `config.json` files load, and are saved back.
 
+    Without arguments it is that of DeepSeek-VL2-Tiny.
+
     Attributes:
         language_config: native configuration of the language model (see `text_config`); original keys are taken too.
         vision_config, projector_config: of the vision tower and of what joins the two.
@@ -89,7 +91,9 @@ class DeepseekVL2Config(PreTrainedConfig):
     tie_word_embeddings: bool = False
 
     def __post_init__(self, **kwargs: Any) -> None:
-        vision, projector = self.vision_config or {}, self.projector_config or {}
+        vision, projector = self.vision_config or {}, self.projector_config
+        if projector is None:
+            projector = {"n_embed": TINY["hidden_size"]} if self.language_config is None else {}
         if isinstance(vision, dict) and not isinstance(vision.get("width", 0), int):
             raise UnsupportedModelError(
                 f"A vision tower with `width={vision['width']!r}` was given",

@@ -16,7 +16,27 @@ from transformers.models.deepseek_v3.configuration_deepseek_v3 import DeepseekV3
 
 from raptor_hf.errors import UnsupportedModelError
 
-__all__ = ["original_text_values", "text_config"]
+__all__ = ["TINY", "original_text_values", "text_config"]
+
+# The language model of DeepSeek-VL2-Tiny.
+TINY: dict[str, Any] = {
+    "vocab_size": 129280,
+    "hidden_size": 1280,
+    "intermediate_size": 6848,
+    "moe_intermediate_size": 896,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 10,
+    "n_shared_experts": 2,
+    "n_routed_experts": 64,
+    "num_experts_per_tok": 6,
+    "first_k_dense_replace": 1,
+    "max_position_embeddings": 4096,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "use_mla": False,
+    "kv_lora_rank": None,
+    "q_lora_rank": None,
+}
 
 # What the original code assumes where a `config.json` is silent.
 _ASSUMED: dict[str, Any] = {
@@ -69,8 +89,8 @@ def text_config(values: Mapping[str, Any] | PreTrainedConfig | None) -> PreTrain
     """The native configuration of a language model that an original `language_config` describes.
 
     Args:
-        values: the original keys; what is missing has the original's default. A native configuration is returned as
-            it is.
+        values: the original keys; what is missing has the original's default. None: DeepSeek-VL2-Tiny. A native
+            configuration is returned as it is.
 
     Raises:
         UnsupportedModelError: a language model that no native one computes.
@@ -83,7 +103,7 @@ def text_config(values: Mapping[str, Any] | PreTrainedConfig | None) -> PreTrain
                 "Pass `DeepseekOcr2TextConfig`, `DeepseekV2Config` or `DeepseekV3Config`, or the original keys",
             )
         return values
-    given = dict(values or {})
+    given = dict(TINY if values is None else values)
     given.pop("model_type", None)
     use_mla = given.pop("use_mla", None)
     merged = {**_ASSUMED, **given}

@@ -114,6 +114,8 @@ def test_missing_keys_have_the_original_defaults():
     assert sum(p.numel() for p in model.parameters()) == 3_355_263_088
     assert model.vision.blocks[0].mlp.fc1.weight.shape == (4304, 1152)
     assert model.projector.layers[0].weight.shape == (1280, 4608)
+    assert DeepseekVL2Config().to_dict()["language_config"] == {**config.to_dict()["language_config"], "n_group": None,
+                                                                "topk_group": None}  # fmt: skip
 
 
 def test_placeholders_by_hand():
