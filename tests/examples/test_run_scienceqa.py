@@ -1,0 +1,98 @@
+"""The ScienceQA script for two cycles on invented problems with drawn images, and on a text model."""
+
+from __future__ import annotations
+
+import json
+import runpy
+from pathlib import Path
+
+import pytest
+from peft import PeftModel
+from PIL import Image
+from safetensors.torch import load_file
+from transformers import OlmoeConfig, OlmoeForCausalLM
+
+from raptor_hf.models.deepseek_vl2 import DeepseekVL2Processor
+from tests.models.deepseek_vl2.words import tiny_tokenizer
+
+SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "run_scienceqa.py"
+COLOURS = {"red": (220, 20, 20), "green": (20, 200, 40), "blue": (10, 30, 230)}
+SECRET = "zyzzyva"
+
+
+@pytest.fixture
+def problems(tmp_path):
+    """24 questions about the colour of an image, or without one; a word that stands in training questions alone."""
+    found = {}
+    for i in range(24):
+        split, name = ("train", "train", "val")[i % 3], list(COLOURS)[i % 3]
+        row = {"question": f"Which colour is sheet {i}?", "choices": list(COLOURS), "answer": i % 3, "hint": "",
+               "lecture": "", "image": None if i % 4 == 3 else "image.png", "split": split}  # fmt: skip
+        row["hint"] = f"{SECRET} {SECRET}" if split == "train" else "Look."
+        found[str(i)] = row
+        if row["image"]:
+            path = tmp_path / "images" / split / str(i) / "image.png"
+            path.parent.mkdir(parents=True)
+            Image.new("RGB", (20 + 3 * i, 30), COLOURS[name]).save(path)
+    (tmp_path / "problems.json").write_text(json.dumps(found))
+    return tmp_path / "problems.json"
+
+
+def run(problems, out, *arguments):
+    return runpy.run_path(str(SCRIPT))["main"](
+        [
+            "--problems_file", str(problems), "--output_dir", str(out), "--max_steps", "2",
+            "--expected_batch_size", "6", "--per_device_train_batch_size", "4", "--lora_rank", "2",
+            "--use_cpu", "--report_to", "none", "--disable_tqdm", "True", "--save_strategy", "no", *arguments,
+        ]
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("method", ["raptor", "monolithic_lora"])
+@pytest.mark.parametrize("engine", ["functorch", "hooks"])
+def test_with_images(method, engine, problems, tmp_path, capsys):
+    out = tmp_path / "out"
+    result = run(
+        problems, out, "--tiny_random", "--method", method, "--grad_sample_mode", engine, "--target_epsilon", "4"
+    )
+    assert set(result) == {"questions", "accuracy_before", "accuracy_by_chance", "accuracy"}
+    assert result["questions"] == 8 and result["accuracy_by_chance"] == pytest.approx(1 / 3)
+    assert all(result[key] * 8 == int(result[key] * 8) for key in ("accuracy", "accuracy_before"))
+    assert "differentially private" in capsys.readouterr().out
+    statement = json.loads((out / "privacy.json").read_text())
+    assert 0 < statement["epsilon_spent"] <= 4 and statement["dataset_size"] == 16
+    tensors = load_file(out / "adapter_model.safetensors")
+    layers = {key.split(".layers.")[1].split(".")[0] for key in tensors if ".experts." in key}
+    assert layers == ({"2"} if method == "raptor" else {"1", "2"})
+    assert not any("vision" in key or "projector" in key for key in tensors)
+    # neither stream stood still
+    for part in (".experts.", ".self_attn."):
+        assert any(tensors[key].abs().max() > 0 for key in tensors if part in key and "lora_B" in key)
+    processor = DeepseekVL2Processor.from_pretrained(out)
+    vocabulary = processor.tokenizer.get_vocab()
+    assert SECRET not in (out / "tokenizer.json").read_text() and len(processor.tokenizer(SECRET)["input_ids"]) > 3
+    assert any(word in vocabulary for word in ("colour", "Ġcolour"))
+
+
+def test_a_text_model(problems, tmp_path, capsys):
+    """Any causal sparse model with its tokenizer; the adapter loads on it."""
+    tokenizer = tiny_tokenizer(eos_token="</s>")
+    base = OlmoeForCausalLM(
+        OlmoeConfig(
+            vocab_size=len(tokenizer), hidden_size=16, intermediate_size=8, num_hidden_layers=2, num_experts=4,
+            num_attention_heads=2, num_key_value_heads=2, num_experts_per_tok=2, max_position_embeddings=256,
+            pad_token_id=None, bos_token_id=None, eos_token_id=tokenizer.eos_token_id,
+        )
+    )  # fmt: skip
+    base.save_pretrained(tmp_path / "base")
+    tokenizer.save_pretrained(tmp_path / "base")
+    noise = ("--shared_noise_multiplier", "1", "--expert_noise_multiplier", "1")
+    result = run(problems, tmp_path / "out", "--model_name_or_path", str(tmp_path / "base"), "--no_images", *noise)
+    assert 0 <= result["accuracy"] <= 1 and "differentially private" in capsys.readouterr().out
+    PeftModel.from_pretrained(OlmoeForCausalLM.from_pretrained(tmp_path / "base"), tmp_path / "out")
+
+
+def test_no_model_or_two(problems, tmp_path):
+    for arguments in ((), ("--tiny_random", "--model_name_or_path", "x")):
+        with pytest.raises(SystemExit, match="tiny_random"):
+            run(problems, tmp_path / "out", "--target_epsilon", "4", *arguments)
