@@ -9,12 +9,19 @@ from raptor_hf.models.classifiers import (
     GraniteMoeSharedForSequenceClassification,
     OlmoeForSequenceClassification,
 )
-from raptor_hf.models.deepseek_vl2 import DeepseekVL2Config, DeepseekVL2ForConditionalGeneration
+from raptor_hf.models.deepseek_vl2 import (
+    DeepseekVL2Config,
+    DeepseekVL2ForConditionalGeneration,
+    DeepseekVL2ImageProcessor,
+    DeepseekVL2Processor,
+)
 from raptor_hf.models.switch import SwitchTransformersForSequenceClassification
 
 __all__ = [
     "DeepseekVL2Config",
     "DeepseekVL2ForConditionalGeneration",
+    "DeepseekVL2ImageProcessor",
+    "DeepseekVL2Processor",
     "Dots1ForSequenceClassification",
     "Ernie4_5_MoeForSequenceClassification",
     "FlexOlmoForSequenceClassification",

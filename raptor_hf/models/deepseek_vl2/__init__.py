@@ -7,13 +7,17 @@ from raptor_hf.models.deepseek_vl2.configuration import (
     DeepseekVL2ProjectorConfig,
     DeepseekVL2VisionConfig,
 )
+from raptor_hf.models.deepseek_vl2.image_processing import DeepseekVL2ImageProcessor
 from raptor_hf.models.deepseek_vl2.modeling import DeepseekVL2ForConditionalGeneration
+from raptor_hf.models.deepseek_vl2.processing import DeepseekVL2Processor
 
 _ = (_conversion, _family)
 
 __all__ = [
     "DeepseekVL2Config",
     "DeepseekVL2ForConditionalGeneration",
+    "DeepseekVL2ImageProcessor",
+    "DeepseekVL2Processor",
     "DeepseekVL2ProjectorConfig",
     "DeepseekVL2VisionConfig",
 ]

@@ -6,10 +6,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from transformers import BatchFeature
+from transformers import AutoProcessor, BatchFeature
 from transformers.processing_utils import ProcessorMixin
 
 from raptor_hf.errors import PrivacyConfigError
+from raptor_hf.models.deepseek_vl2.configuration import DeepseekVL2Config
 from raptor_hf.models.deepseek_vl2.image_processing import DeepseekVL2ImageProcessor, Size, stack_views
 
 __all__ = ["CHAT_TEMPLATE", "DeepseekVL2Processor"]
@@ -39,6 +40,9 @@ CHAT_TEMPLATE = (
 
 class DeepseekVL2Processor(ProcessorMixin):
     """A tokenizer and an image processor behind one call.
+
+    `from_pretrained` of this class loads published checkpoints too; `AutoProcessor` does where `save_pretrained` wrote
+    the files (published ones name a class of their own code, and it would give their tokenizer alone).
 
     Tokens that the tokenizer lacks (`image_token`, the two roles, padding) are added to it: make the model's
     embeddings at least `len(processor.tokenizer)` rows. Padding is on the right.
@@ -207,3 +211,6 @@ def _per_text(images: Any, texts: int) -> list[list[Any]]:
         "Which image belongs to which record cannot be told",
         "Give one list of images for each text",
     )
+
+
+AutoProcessor.register(DeepseekVL2Config, DeepseekVL2Processor, exist_ok=True)
