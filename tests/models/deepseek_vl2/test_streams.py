@@ -10,7 +10,7 @@ from peft import LoraConfig, PeftModel
 from raptor_hf.checks import check_model
 from raptor_hf.config import RaptorConfig
 from raptor_hf.errors import PrivacyConfigError
-from raptor_hf.grad_sample import ENGINES, model_loss, per_sample_gradients, residual_weighted
+from raptor_hf.grad_sample import ENGINES, model_loss, per_sample_gradients, residual_weighted, summed_gradients
 from raptor_hf.moe import attach_adapters, find_moe_layout, load_adapter, owner_map, stream_parameters
 from raptor_hf.moe.adapter_io import check_loaded
 from raptor_hf.trainer import RaptorTrainer
@@ -210,6 +210,17 @@ def test_no_gradient_reaches_the_vision_part():
     model(**collate(ITEMS)).loss.backward()
     assert all(p.grad is None for name, p in model.named_parameters() if name.startswith(VISION))
     assert all(p.grad is not None for p in every_parameter(model).values())
+
+
+@ALL_KINDS
+def test_methods_without_owners(kind, float64):
+    """All experts' adapters at once, record by record; and the sum that the methods without clipping take."""
+    model = adapted(kind, FLOAT64)
+    batch, parameters = collate(ITEMS, dtype=FLOAT64), every_parameter(model)
+    expected = Stock(build(kind, FLOAT64), parameters, ALPHA / RANK).gradients(ITEMS, list(parameters))
+    for mode in ("functorch", "hooks"):
+        compare(per_sample_gradients(model, batch, parameters, mode=mode), expected)
+    compare(summed_gradients(model, batch, parameters), {name: value.sum(0) for name, value in expected.items()})
 
 
 # ------------------------------------------------------------------ records
