@@ -61,7 +61,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     model, tokenizer = load_model(ModelArguments(), len(task.labels))
     trainer, metrics = run(model, tokenizer, tokenize_task(task, tokenizer, max_length=64), config)
     selection = trainer.layer_selection
-    plot = plot_routing_table(selection.table, Path(args.output_dir) / "routing_table.png", chosen=selection.layer)
+    plot = Path(args.output_dir) / "routing_table.png"
+    plot_routing_table(selection.table, plot, chosen=selection.layer)
     extra = {
         "owner entropy / log E, public": ", ".join(
             f"block {row['block']}: {row['normalised_entropy']:.3f}" for row in selection.table
