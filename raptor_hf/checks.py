@@ -203,8 +203,9 @@ def _chance(layout: MoELayout, model: nn.Module, attached: bool) -> list[Finding
     jitter, dropout = [], []
     for layer in layout.sparse_layers:
         for name, module in model.get_submodule(layer.name).named_modules(prefix=layer.name):
-            rates = [value for key, value in vars(module).items() if "jitter" in key and isinstance(value, float)]
-            jitter += [name] if any(rate > 0 for rate in rates) else []
+            rates = {key: value for key, value in vars(module).items() if "jitter" in key and isinstance(value, float)}
+            on = any(rate > 0 for key, rate in rates.items() if key not in layout.family.not_chance)
+            jitter += [name] if on else []
             inside = name.startswith(f"{layer.name}.{layer.experts_path}.")
             if inside and isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
                 dropout.append(name)

@@ -45,6 +45,15 @@ SETTINGS: dict[str, dict] = {
     "granitemoe": dict(num_local_experts=EXPERTS),
     "granitemoeshared": dict(num_local_experts=EXPERTS, shared_intermediate_size=12),
     "flex_olmo": dict(num_experts=EXPERTS),
+    "qwen3_vl_moe_text": dict(num_experts=EXPERTS, decoder_sparse_step=1, mlp_only_layers=[0]),
+    # lightning attention below and above an ordinary one
+    "minimax": dict(
+        num_local_experts=EXPERTS, block_size=4, layer_types=["linear_attention", "full_attention", "linear_attention"]
+    ),
+    "gpt_oss": dict(num_local_experts=EXPERTS, sliding_window=4),
+    "aria_text": dict(moe_num_experts=EXPERTS, moe_topk=TOP_K, moe_num_shared_experts=1),
+    # a wide threshold, so that gates of two experts are in use
+    "phimoe": dict(num_local_experts=EXPERTS, input_jitter_noise=0.1, router_jitter_noise=0.4),
 }  # fmt: skip
 # `transformers` has no head at all for the language model of DeepSeek-OCR 2: it is a part of other models
 FAMILIES = sorted(set(SETTINGS) - {"deepseek_ocr2_text"})
@@ -128,9 +137,13 @@ class StockLora:
                 continue
             b = self.values[name.removesuffix("A") + "B"]
             target = name.removesuffix(".lora_A") + ".weight"
-            target = target.replace("expert_adapters.first.weight", "experts.gate_up_proj")
+            first = target.replace("expert_adapters.first.weight", "experts.up_proj")
+            target = first if first in base else target.replace("expert_adapters.first.weight", "experts.gate_up_proj")
             target = target.replace("expert_adapters.second.weight", "experts.down_proj")
-            found[target] = base[target].detach() + self.scaling * (b @ a)
+            update = b @ a
+            # experts that are stored (E, in, out)
+            update = update.mT if base[target].shape != update.shape else update
+            found[target] = base[target].detach() + self.scaling * update
         found.update({name: value for name, value in self.values.items() if "lora_" not in name})
         return found
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
@@ -17,7 +18,12 @@ from raptor_hf.moe.experts import AllAdapters, OwnerAdapters
 
 __all__ = ["functorch_gradients"]
 
-_SHORTCUT = "_ignore_bidirectional_mask_sdpa"
+# What of `masking_utils` asks for the values of a mask, and the answer that needs none.
+_ANSWERS = {"_ignore_bidirectional_mask_sdpa": False, "is_tracing": True}
+
+
+def _answer(value: bool, *_args: object, **_kwargs: object) -> bool:
+    return value
 
 
 def _single(record: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -28,21 +34,21 @@ def _single(record: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 def _plain_attention(model: nn.Module) -> Iterator[None]:
     """Attention as ordinary operations, with a mask even where no token is masked.
 
-    The fused kernels, and the short cut for masks without padding, look at the values of the mask, which vmap cannot.
+    The fused kernels, and the short cuts for masks without padding, look at the values of the mask, which vmap cannot.
     """
     configs = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}
     before = [(c, getattr(c, "_attn_implementation_internal", None)) for c in configs.values()]
     for config, name in before:
         if name is not None:
             config._attn_implementation_internal = "eager"
-    shortcut = getattr(masking_utils, _SHORTCUT, None)
-    if shortcut is not None:
-        setattr(masking_utils, _SHORTCUT, lambda *_args, **_kwargs: False)
+    functions = {name: getattr(masking_utils, name) for name in _ANSWERS if hasattr(masking_utils, name)}
+    for name in functions:
+        setattr(masking_utils, name, functools.partial(_answer, _ANSWERS[name]))
     try:
         yield
     finally:
-        if shortcut is not None:
-            setattr(masking_utils, _SHORTCUT, shortcut)
+        for name, function in functions.items():
+            setattr(masking_utils, name, function)
         for config, name in before:
             if name is not None:
                 config._attn_implementation_internal = name

@@ -1,6 +1,7 @@
 """Model classes that `transformers` lacks. Importing this package registers them with the Auto classes."""
 
 from raptor_hf.models.classifiers import (
+    AriaTextForSequenceClassification,
     Dots1ForSequenceClassification,
     Ernie4_5_MoeForSequenceClassification,
     FlexOlmoForSequenceClassification,
@@ -8,6 +9,7 @@ from raptor_hf.models.classifiers import (
     GraniteMoeForSequenceClassification,
     GraniteMoeSharedForSequenceClassification,
     OlmoeForSequenceClassification,
+    Qwen3VLMoeTextForSequenceClassification,
 )
 from raptor_hf.models.deepseek_vl2 import (
     DeepseekVL2Config,
@@ -18,6 +20,7 @@ from raptor_hf.models.deepseek_vl2 import (
 from raptor_hf.models.switch import SwitchTransformersForSequenceClassification
 
 __all__ = [
+    "AriaTextForSequenceClassification",
     "DeepseekVL2Config",
     "DeepseekVL2ForConditionalGeneration",
     "DeepseekVL2ImageProcessor",
@@ -29,5 +32,6 @@ __all__ = [
     "GraniteMoeForSequenceClassification",
     "GraniteMoeSharedForSequenceClassification",
     "OlmoeForSequenceClassification",
+    "Qwen3VLMoeTextForSequenceClassification",
     "SwitchTransformersForSequenceClassification",
 ]

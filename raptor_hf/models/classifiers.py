@@ -2,12 +2,16 @@
 
 They are `transformers`' own generic classifier on the family's model. The last token is the last one that is not
 `config.pad_token_id`, found in each record on its own, so that padding does not move it.
+
+Example:
+    >>> model = OlmoeForSequenceClassification.from_pretrained("allenai/OLMoE-1B-7B-0924", num_labels=2)
 """
 
 from __future__ import annotations
 
-from transformers import AutoModelForSequenceClassification
+from transformers import AutoModelForSequenceClassification, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GenericForSequenceClassification
+from transformers.models.aria.modeling_aria import AriaTextConfig, AriaTextPreTrainedModel
 from transformers.models.dots1.modeling_dots1 import Dots1Config, Dots1PreTrainedModel
 from transformers.models.ernie4_5_moe.modeling_ernie4_5_moe import Ernie4_5_MoeConfig, Ernie4_5_MoePreTrainedModel
 from transformers.models.flex_olmo.modeling_flex_olmo import FlexOlmoConfig, FlexOlmoPreTrainedModel
@@ -18,8 +22,10 @@ from transformers.models.granitemoeshared.modeling_granitemoeshared import (
     GraniteMoeSharedPreTrainedModel,
 )
 from transformers.models.olmoe.modeling_olmoe import OlmoeConfig, OlmoePreTrainedModel
+from transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe import Qwen3VLMoePreTrainedModel, Qwen3VLMoeTextConfig
 
 __all__ = [
+    "AriaTextForSequenceClassification",
     "Dots1ForSequenceClassification",
     "Ernie4_5_MoeForSequenceClassification",
     "FlexOlmoForSequenceClassification",
@@ -27,64 +33,57 @@ __all__ = [
     "GraniteMoeForSequenceClassification",
     "GraniteMoeSharedForSequenceClassification",
     "OlmoeForSequenceClassification",
+    "Qwen3VLMoeTextForSequenceClassification",
 ]
 
 
-class OlmoeForSequenceClassification(GenericForSequenceClassification, OlmoePreTrainedModel):
-    """OLMoE with a linear head on a record's last token.
-
-    Example:
-        >>> model = OlmoeForSequenceClassification.from_pretrained("allenai/OLMoE-1B-7B-0924", num_labels=2)
-    """
-
-    # the loss is per record and never divided by a count of the whole batch
-    accepts_loss_kwargs = False
-
-
-class FlexOlmoForSequenceClassification(GenericForSequenceClassification, FlexOlmoPreTrainedModel):
-    """FlexOlmo with a linear head on a record's last token."""
-
-    accepts_loss_kwargs = False
-
-
-class Dots1ForSequenceClassification(GenericForSequenceClassification, Dots1PreTrainedModel):
-    """dots.llm1 with a linear head on a record's last token."""
-
-    accepts_loss_kwargs = False
-
-
-class Ernie4_5_MoeForSequenceClassification(GenericForSequenceClassification, Ernie4_5_MoePreTrainedModel):
-    """ERNIE 4.5 MoE with a linear head on a record's last token."""
-
-    accepts_loss_kwargs = False
-
-
-class Glm4MoeForSequenceClassification(GenericForSequenceClassification, Glm4MoePreTrainedModel):
-    """GLM-4.5 with a linear head on a record's last token."""
-
-    accepts_loss_kwargs = False
-
-
-class GraniteMoeForSequenceClassification(GenericForSequenceClassification, GraniteMoePreTrainedModel):
-    """GraniteMoE with a linear head on a record's last token."""
-
-    accepts_loss_kwargs = False
-
-
-class GraniteMoeSharedForSequenceClassification(GenericForSequenceClassification, GraniteMoeSharedPreTrainedModel):
-    """GraniteMoE with shared experts, and a linear head on a record's last token."""
-
-    accepts_loss_kwargs = False
-
-
-for _config, _model in (
-    (OlmoeConfig, OlmoeForSequenceClassification),
-    (FlexOlmoConfig, FlexOlmoForSequenceClassification),
-    (Dots1Config, Dots1ForSequenceClassification),
-    (Ernie4_5_MoeConfig, Ernie4_5_MoeForSequenceClassification),
-    (Glm4MoeConfig, Glm4MoeForSequenceClassification),
-    (GraniteMoeConfig, GraniteMoeForSequenceClassification),
-    (GraniteMoeSharedConfig, GraniteMoeSharedForSequenceClassification),
-):
+def _classifier(
+    name: str, family: str, pretrained: type[PreTrainedModel], config: type[PreTrainedConfig]
+) -> type[PreTrainedModel]:
+    """A class called `name`, registered with `AutoModelForSequenceClassification`."""
+    body = {
+        "__doc__": f"{family} with a linear head on a record's last token.",
+        "__module__": __name__,
+        "config_class": config,
+        # the loss is per record and never divided by a count of the whole batch
+        "accepts_loss_kwargs": False,
+    }
+    made = type(name, (GenericForSequenceClassification, pretrained), body)
     # exist_ok: without it, registering a class of one's own on a native config is silently ignored
-    AutoModelForSequenceClassification.register(_config, _model, exist_ok=True)
+    AutoModelForSequenceClassification.register(config, made, exist_ok=True)
+    return made
+
+
+AriaTextForSequenceClassification = _classifier(
+    "AriaTextForSequenceClassification", "Aria's language model", AriaTextPreTrainedModel, AriaTextConfig
+)
+Dots1ForSequenceClassification = _classifier(
+    "Dots1ForSequenceClassification", "dots.llm1", Dots1PreTrainedModel, Dots1Config
+)
+Ernie4_5_MoeForSequenceClassification = _classifier(
+    "Ernie4_5_MoeForSequenceClassification", "ERNIE 4.5 MoE", Ernie4_5_MoePreTrainedModel, Ernie4_5_MoeConfig
+)
+FlexOlmoForSequenceClassification = _classifier(
+    "FlexOlmoForSequenceClassification", "FlexOlmo", FlexOlmoPreTrainedModel, FlexOlmoConfig
+)
+Glm4MoeForSequenceClassification = _classifier(
+    "Glm4MoeForSequenceClassification", "GLM-4.5", Glm4MoePreTrainedModel, Glm4MoeConfig
+)
+GraniteMoeForSequenceClassification = _classifier(
+    "GraniteMoeForSequenceClassification", "GraniteMoE", GraniteMoePreTrainedModel, GraniteMoeConfig
+)
+GraniteMoeSharedForSequenceClassification = _classifier(
+    "GraniteMoeSharedForSequenceClassification",
+    "GraniteMoE with shared experts",
+    GraniteMoeSharedPreTrainedModel,
+    GraniteMoeSharedConfig,
+)
+OlmoeForSequenceClassification = _classifier(
+    "OlmoeForSequenceClassification", "OLMoE", OlmoePreTrainedModel, OlmoeConfig
+)
+Qwen3VLMoeTextForSequenceClassification = _classifier(
+    "Qwen3VLMoeTextForSequenceClassification",
+    "The language model of Qwen3-VL-MoE",
+    Qwen3VLMoePreTrainedModel,
+    Qwen3VLMoeTextConfig,
+)

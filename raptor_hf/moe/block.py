@@ -48,6 +48,10 @@ class SparseBlock(nn.Module):
         """The experts' weights: E of (P, H) and E of (H, F)."""
         raise TypeError(f"{type(self).__name__} must implement `weights`.")
 
+    def biases(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """The experts' biases (E, P) and (E, H); None without any."""
+        return None
+
     def activation(self, pre: torch.Tensor) -> torch.Tensor:
         raise TypeError(f"{type(self).__name__} must implement `activation`.")
 
@@ -78,11 +82,10 @@ class SparseBlock(nn.Module):
     def stack(self) -> ExpertStack:
         first, second = self.weights()
         if self.expert_adapters is None or not self.adapters_enabled:
-            return ExpertStack(first, second, self.activation)
+            return ExpertStack(first, second, self.activation, biases=self.biases())
         one, two = (self.expert_adapters[name] for name in PROJECTIONS)
-        return ExpertStack(
-            first, second, self.activation, ((one.lora_A, one.lora_B), (two.lora_A, two.lora_B)), one.scaling
-        )
+        adapters = ((one.lora_A, one.lora_B), (two.lora_A, two.lora_B))
+        return ExpertStack(first, second, self.activation, adapters, one.scaling, self.biases())
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         index, gate = self.route(hidden)

@@ -44,6 +44,7 @@ class ExpertStack:
 
     Attributes:
         first: E weights (P, H). second: E weights (H, F). activation: (.., P) -> (.., F).
+        biases: (E, P) and (E, H), or None.
         adapters: `((A1, B1), (A2, B2))` stacked over experts as in `StackedLora`, or None.
         scaling: LoRA's alpha / r.
     """
@@ -53,15 +54,16 @@ class ExpertStack:
     activation: Callable[[torch.Tensor], torch.Tensor]
     adapters: tuple[tuple[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]] | None = None
     scaling: float = 1.0
+    biases: tuple[torch.Tensor, torch.Tensor] | None = None
 
     @property
     def num_experts(self) -> int:
         return len(self.first)
 
     def project(self, which: int, expert: int, x: torch.Tensor) -> torch.Tensor:
-        """x (N, in) -> W_e x + s B_e A_e x (N, out)."""
+        """x (N, in) -> W_e x + b_e + s B_e A_e x (N, out)."""
         weight = (self.first, self.second)[which][expert]
-        out = F.linear(x, weight)
+        out = F.linear(x, weight, None if self.biases is None else self.biases[which][expert])
         if self.adapters is not None:
             a, b = (t[expert] for t in self.adapters[which])
             out = out + self.scaling * F.linear(F.linear(x.to(a.dtype), a), b).to(out.dtype)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +16,7 @@ from raptor_hf.moe.fused import ATTENTION, find_fused_layers, fused_family
 from raptor_hf.moe.layout import MoEFamily, SparseLayer, refuse_moe_layout, register_moe_layout, tell_by_structure
 from raptor_hf.moe.routing import Routing
 
-__all__ = ["FUSED", "REFUSED", "SWITCH"]
+__all__ = ["FUSED", "REFUSED", "STRUCTURE", "SWITCH"]
 
 _BLOCK = re.compile(r"(?:^|\.)block\.(\d+)\.")
 
@@ -85,11 +86,12 @@ SWITCH = register_moe_layout(
 MLA = ("q_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
 
 # Model types that the tests go through one by one: how the router ranks experts, and the attention's linear layers.
-FUSED = {
+FUSED: dict[str, tuple[str | None, tuple[str, ...]]] = {
     "olmoe": ("logits", ATTENTION),
     "mixtral": ("logits", ATTENTION),
     "qwen2_moe": ("logits", ATTENTION),
     "qwen3_moe": ("logits", ATTENTION),
+    "qwen3_vl_moe_text": ("logits", ATTENTION),
     "deepseek_v2": ("logits", MLA),
     "deepseek_v3": ("sigmoid", MLA),
     "deepseek_ocr2_text": ("logits", ATTENTION),
@@ -100,18 +102,36 @@ FUSED = {
     "granitemoe": ("logits", ATTENTION),
     "granitemoeshared": ("logits", ATTENTION),
     "flex_olmo": ("logits", ATTENTION),
+    "minimax": ("logits", (*ATTENTION, "qkv_proj", "out_proj")),
+    "gpt_oss": ("logits", ATTENTION),
+    "aria_text": ("logits", ATTENTION),
+    # weights of experts jump where a logit crosses a threshold, so that no gap says how far an owner's lead is safe
+    "phimoe": (None, ATTENTION),
 }
+# `router_jitter_noise` of Phi-MoE is the threshold of its gates, in evaluation too
+_OPTIONS: dict[str, dict[str, Any]] = {"phimoe": {"draws": True, "not_chance": ("router_jitter_noise",)}}
 for _name, (_score, _targets) in FUSED.items():
-    register_moe_layout(fused_family(_name, shared_targets=_targets, score=_score))
+    register_moe_layout(fused_family(_name, shared_targets=_targets, score=_score, **_OPTIONS.get(_name, {})))
+
+# Model types that are told by structure alone, and that the tests go through one by one.
+STRUCTURE: tuple[str, ...] = ()
 
 
 def _by_structure(model: nn.Module) -> MoEFamily | None:
     """Decorated experts of an unregistered model type. Nothing is assumed about how its router ranks experts."""
-    if not find_fused_layers(model):
+    layers = find_fused_layers(model)
+    if not layers:
         return None
+    if model.config.get_text_config() is not model.config:
+        raise UnsupportedModelError(
+            f"`{type(model).__name__}` (model type {model.config.model_type!r}) was given",
+            "It is a model of several media: what other media put among the tokens is counted and spread over the "
+            "whole batch, so that a record with a wrong count shifts what its neighbours see",
+            f"Use its language model alone (model type {model.config.get_text_config().model_type!r})",
+        )
     linears = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     targets = tuple(name for name in dict.fromkeys((*ATTENTION, *MLA)) if name in linears)
-    return fused_family(model.config.model_type, shared_targets=targets or ATTENTION)
+    return fused_family(model.config.model_type, shared_targets=targets or ATTENTION, gated=layers[0].experts.has_gate)
 
 
 tell_by_structure(_by_structure)
@@ -119,16 +139,6 @@ tell_by_structure(_by_structure)
 _OTHER = "Use a family of the table in docs/families.md"
 # Model types that are refused by name: why, and what to do instead.
 REFUSED = {
-    "phimoe": (
-        "Its router draws experts at random in training and estimates the gradient of the draw: chance would decide "
-        "which expert a record's gradient reaches",
-        _OTHER,
-    ),
-    "minimax": (
-        "Its linear attention takes branches that depend on the values of the padding mask, which per-record "
-        "gradients of a batch cannot follow",
-        _OTHER,
-    ),
     "llama4": (
         "It multiplies the *inputs* of all experts by their scores and computes every expert for every token; the "
         "kernel weights outputs",
@@ -148,11 +158,6 @@ REFUSED = {
     "longcat_flash": (
         "Its router also chooses experts that only copy their input, and each layer has two attention blocks around "
         "one set of experts",
-        _OTHER,
-    ),
-    "gpt_oss": (
-        "Its experts are stored transposed, interleaved and with biases, which neither the kernel nor the export of "
-        "adapters covers",
         _OTHER,
     ),
 }

@@ -1,13 +1,15 @@
 """Families whose routed experts are stacked in two tensors: every class that `use_experts_implementation` decorates.
 
-All of them call `experts(hidden (N, H), index (N, K), gates (N, K))`, with `gate_up_proj` (E, 2I, H) and `down_proj`
-(E, H, I). So the shipped block stays as it is, with its own router, shared experts and their gate, and only what
-happens inside that call is replaced.
+All of them call `experts(hidden (N, H), index (N, K), gates (N, K))`, with `gate_up_proj` (E, 2I, H), or `up_proj`
+(E, I, H) where there is no gate, and `down_proj` (E, H, I); some store these transposed, some add biases. So the
+shipped block stays as it is, with its own router, shared experts and their gate, and only what happens inside that call
+is replaced.
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
 import re
 from typing import Any
 
@@ -50,10 +52,19 @@ class FusedSparseBlock(SparseBlock):
 
     def weights(self) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
         # views: nothing is copied
-        return self.experts.gate_up_proj.unbind(0), self.experts.down_proj.unbind(0)
+        first, second = (getattr(self.experts, name) for name in parameter_names(self.experts))
+        if self.experts.is_transposed:
+            first, second = first.mT, second.mT
+        return first.unbind(0), second.unbind(0)
+
+    def biases(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        if not self.experts.has_bias:
+            return None
+        first, second = (getattr(self.experts, f"{name}_bias") for name in parameter_names(self.experts))
+        return first, second
 
     def activation(self, pre: torch.Tensor) -> torch.Tensor:
-        return self.experts._apply_gate(pre)
+        return self.experts._apply_gate(pre) if self.experts.has_gate else self.experts.act_fn(pre)
 
     def train(self, mode: bool = True) -> FusedSparseBlock:
         """As usual, but the router stays in evaluation mode: chance must not choose a record's experts."""
@@ -76,7 +87,7 @@ def wrap_fused(block: nn.Module) -> FusedSparseBlock:
     block.__class__ = _wrapped_class(type(block))
     assert isinstance(block, FusedSparseBlock)
     block.expert_adapters, block.adapters_enabled, block._kernel, block._owner = None, True, False, None
-    block.num_experts = block.experts.gate_up_proj.shape[0]
+    block.num_experts = len(block.experts.down_proj)
     block.experts.forward = block.run_experts
     return block
 
@@ -84,6 +95,11 @@ def wrap_fused(block: nn.Module) -> FusedSparseBlock:
 def is_fused_experts(module: nn.Module) -> bool:
     """Is `module` decorated with `use_experts_implementation`?"""
     return all(hasattr(module, flag) for flag in _FLAGS) and hasattr(module, "down_proj")
+
+
+def parameter_names(experts: nn.Module) -> tuple[str, str]:
+    """Names of the two weights of decorated experts."""
+    return ("gate_up_proj" if experts.has_gate else "up_proj"), "down_proj"
 
 
 def _router_path(block: nn.Module) -> str:
@@ -99,24 +115,26 @@ def _router_path(block: nn.Module) -> str:
     return found[0]
 
 
-def _check_flags(name: str, experts: nn.Module) -> None:
-    """Refuse layouts of the experts' tensors that the kernel does not compute."""
-    wrong = [
-        text
-        for text, bad in (
-            ("have no gate", not experts.has_gate),
-            ("have biases", experts.has_bias),
-            ("are stored transposed", experts.is_transposed),
-            ("interleave gate and up projection", not experts.is_concatenated),
-            ("normalise their output", experts.has_post_expert_norm),
-        )
-        if bad
-    ]
-    if wrong:
+def _check_experts(name: str, experts: nn.Module) -> None:
+    """Refuse experts that do more than the kernel computes."""
+    if experts.has_post_expert_norm:
         raise UnsupportedModelError(
             f"The routed experts `{name}` ({type(experts).__name__}) were given",
-            f"They {' and '.join(wrong)}: neither the per-record kernel nor the export of adapters covers that layout",
-            "Use a family whose experts are plain gated layers, e.g. OLMoE, Mixtral, Qwen-MoE or DeepSeek",
+            "They normalise their output: the per-record kernel ends with the second projection",
+            "Use a family whose experts are two projections, e.g. OLMoE, Mixtral, Qwen-MoE or DeepSeek",
+        )
+
+
+def _check_block(block: nn.Module) -> None:
+    """Refuse a block whose routing depends on more than its own input, or that is a whole decoder layer."""
+    shipped = getattr(block, "_shipped", type(block))
+    names = [n for n, p in inspect.signature(shipped.forward).parameters.items() if p.kind != p.VAR_KEYWORD]
+    if len(names) > 2:
+        raise UnsupportedModelError(
+            f"The sparse block `{shipped.__name__}` was given",
+            f"Its `forward` takes more than hidden states (`{names[2]}`), so where it sends a token cannot be told "
+            "from what comes into the layer",
+            "Register the family with `register_moe_layout`",
         )
 
 
@@ -126,7 +144,7 @@ def find_fused_layers(model: nn.Module) -> list[SparseLayer]:
     for name, experts in model.named_modules():
         if not is_fused_experts(experts) or "." not in name:
             continue
-        _check_flags(name, experts)
+        _check_experts(name, experts)
         path, _, experts_path = name.rpartition(".")
         block, match = model.get_submodule(path), _LAYER.search(name)
         router_path = _router_path(block)
@@ -136,11 +154,12 @@ def find_fused_layers(model: nn.Module) -> list[SparseLayer]:
                 "They are not the `experts` of a sparse block in a numbered layer, so no layer can be protected",
                 "Register the family with `register_moe_layout`",
             )
+        _check_block(block)
         router = getattr(block, router_path)
         shared = tuple(m for m in (getattr(block, key, None) for key in _SHARED) if m is not None)
         layers.append(
             SparseLayer(
-                index=int(match.group(1)), name=path, num_experts=experts.gate_up_proj.shape[0],
+                index=int(match.group(1)), name=path, num_experts=len(experts.down_proj),
                 top_k=int(getattr(router, "top_k", getattr(block, "top_k", 1))), router=router, experts=experts,
                 router_path=router_path, shared_experts=shared,
             )
@@ -224,18 +243,20 @@ def _gap_of_scores(scores: torch.Tensor, groups: int, kept: int, index: torch.Te
 # ---- Families ----
 
 
-def _switch_off(model: nn.Module) -> list[str]:
+def _switch_off(model: nn.Module, draws: bool = False, keep: tuple[str, ...] = ()) -> list[str]:
     """Jitter of the blocks, and the key-value cache, which training has no use for."""
     found = set()
     for layer in find_fused_layers(model):
         for module in model.get_submodule(layer.name).modules():
             for key, value in list(vars(module).items()):
-                if "jitter" in key and isinstance(value, float) and value > 0:
+                if "jitter" in key and key not in keep and isinstance(value, float) and value > 0:
                     found.add(value)
                     setattr(module, key, 0.0)
     if getattr(model, "config", None) is not None and hasattr(model.config, "use_cache"):
         model.config.use_cache = False
-    return [f"router jitter ({max(found)})"] if found else []
+    changed = [f"router jitter ({max(found)})"] if found else []
+    # `FusedSparseBlock.train` leaves the router in evaluation mode
+    return changed + (["the router's random choice of experts in training (it takes the best ones)"] if draws else [])
 
 
 def fused_family(
@@ -244,6 +265,9 @@ def fused_family(
     *,
     shared_targets: tuple[str, ...] = ATTENTION,
     score: str | None = None,
+    gated: bool = True,
+    draws: bool = False,
+    not_chance: tuple[str, ...] = (),
 ) -> MoEFamily:
     """A family of stacked experts, for `register_moe_layout`.
 
@@ -251,6 +275,8 @@ def fused_family(
         model_types: default: the name. shared_targets: names of the attention's linear layers.
         score: by what the router ranks experts: `"logits"` (or a monotone function of them), or `"sigmoid"` or
             `"softmax"` of them plus a correction. None: not known, and owners are computed one record at a time.
+        gated: do the experts have `gate_up_proj` (else `up_proj`)? draws: does the router draw experts in training?
+        not_chance: see `MoEFamily`.
     """
     return MoEFamily(
         name=name,
@@ -259,6 +285,7 @@ def fused_family(
         wrap_block=wrap_fused,
         read_routing=functools.partial(read_fused_routing, score=score),
         shared_targets=shared_targets,
-        expert_parameters=("experts.gate_up_proj", "experts.down_proj"),
-        switch_off=_switch_off,
+        expert_parameters=("experts.gate_up_proj" if gated else "experts.up_proj", "experts.down_proj"),
+        switch_off=functools.partial(_switch_off, draws=draws, keep=not_chance),
+        not_chance=not_chance,
     )

@@ -48,9 +48,10 @@ class MoEFamily:
         expert_module: path of one projection of one expert, relative to the block, as a format string with the
             fields `expert` and `projection`; `expert_projections` are the values of `projection`, in order.
         expert_parameters: instead of those two, for experts that are stacked: paths, relative to the block, of the
-            two (E, out, in) parameters.
+            two parameters, (E, out, in) or transposed.
         head: attribute name of the trainable head.
         switch_off: sets what must be off in train mode (jitter, dropout inside experts); returns what it changed.
+        not_chance: attributes of modules that are called jitter but are constants of the router: they stay.
     """
 
     name: str
@@ -64,6 +65,7 @@ class MoEFamily:
     expert_parameters: tuple[str, str] | None = None
     head: str = "score"
     switch_off: Callable[[nn.Module], list[str]] = lambda _model: []
+    not_chance: tuple[str, ...] = ()
 
 
 _FAMILIES: dict[str, MoEFamily] = {}

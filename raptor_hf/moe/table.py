@@ -23,9 +23,10 @@ _STRUCTURE = """
 ## Told by structure
 
 A model of any other type is accepted when its routed experts are decorated with `use_experts_implementation` of
-`transformers` (gated, not transposed, not interleaved, no biases, no norm after them), are the `experts` of a block in
-a numbered layer, and the block has one `gate` or `router`. Nothing is assumed about its router, so owners are computed
-one record at a time. Before training, `check_model` looks for values of a record that move with its neighbours.
+`transformers` (with or without a gate, biases, transposed or not; but no norm after them), are the `experts` of a block
+in a numbered layer, the block has one `gate` or `router`, and its `forward` takes hidden states alone. Nothing is
+assumed about its router, so owners are computed one record at a time. Before training, `check_model` looks for values
+of a record that move with its neighbours. A model of several media is refused; its language model alone may be told.
 
 Everything else is refused; `register_moe_layout` adds a family ([add a family](add-a-family.md)).
 
@@ -35,11 +36,14 @@ Everything else is refused; `register_moe_layout` adds a family ([add a family](
 |---|---|
 """
 
-_KINDS = """| any | experts without a gate (e.g. `nemotron_h`), with biases, transposed, interleaved, or normalised |
+_KINDS = """| any | a norm after the experts |
+| any | a sparse block that takes more than hidden states, e.g. a whole decoder layer, token ids or the router's state |
+| any | several media in one model (its language model alone may be supported) |
 | any | no sparse layer at all |
 """
 
-_SCORES = {
+_SCORES: dict[str | None, str] = {
+    None: "not by a fixed rank: owners are computed one record at a time",
     "logits": "router logits",
     "sigmoid": "sigmoid of the logits plus a correction",
     "softmax": "softmax of the logits plus a correction",

@@ -142,6 +142,8 @@ def test_wrapping_keeps_names_and_copies_no_expert(family):
     assert {name: after[name] for name in before} == before
     block = model.get_submodule(model.raptor_adapters.protected.name)
     first, second = block.weights()
+    transposed = block.experts.is_transposed
+    assert first[1].shape == block.experts.gate_up_proj[1].shape[:: -1 if transposed else 1]
     assert first[1].data_ptr() == block.experts.gate_up_proj[1].data_ptr()
     assert second[1].data_ptr() == block.experts.down_proj[1].data_ptr()
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, GptOssConfig, NemotronHConfig
+from transformers import AutoConfig, AutoModel, Qwen3VLMoeConfig, Qwen3VLMoeForConditionalGeneration
 
 from raptor_hf.errors import UnsupportedModelError
 from raptor_hf.moe import MoEFamily, find_moe_layout, register_moe_layout
@@ -37,20 +37,34 @@ def test_families_refused_by_name(name):
     assert name in error.given and error.why == REFUSED[name][0] and "families" in error.instead
 
 
-def on_meta(config):
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config)
-
-
-def test_experts_in_other_layouts_are_refused(monkeypatch):
+@pytest.mark.parametrize(
+    ("name", "settings", "words"),
+    [
+        ("muse_spark_text", {}, "normalise their output"),
+        (
+            "gemma4_text",
+            dict(enable_moe_block=True, num_experts=2, top_k_experts=1, moe_intermediate_size=8),
+            "more than hidden states",
+        ),
+        ("deepseek_v4", dict(num_local_experts=2), r"more than hidden states \(`input_ids`\)"),
+        ("zaya", dict(num_experts=2), r"more than hidden states \(`prev_router_hidden_states`\)"),
+    ],
+)
+def test_experts_that_the_kernel_does_not_compute_are_refused(name, settings, words, monkeypatch):
     """By structure, as if nobody had listed the families."""
     monkeypatch.setattr(layouts, "_REFUSED", {})
-    gpt = on_meta(GptOssConfig(num_hidden_layers=1, num_local_experts=2, layer_types=["full_attention"]))
-    with pytest.raises(UnsupportedModelError, match="biases and are stored transposed and interleave"):
-        find_moe_layout(gpt)
-    nemotron = on_meta(NemotronHConfig(layers_block_type=["attention", "moe"], num_hidden_layers=2))
-    with pytest.raises(UnsupportedModelError, match="have no gate"):
-        find_moe_layout(nemotron)
+    config = AutoConfig.for_model(name, **{"num_hidden_layers": 2, **settings})
+    with torch.device("meta"):
+        model = AutoModel.from_config(config)
+    with pytest.raises(UnsupportedModelError, match=words):
+        find_moe_layout(model)
+
+
+def test_a_model_of_several_media_is_refused():
+    with torch.device("meta"):
+        model = Qwen3VLMoeForConditionalGeneration(Qwen3VLMoeConfig())
+    with pytest.raises(UnsupportedModelError, match=r"several media.*qwen3_vl_moe_text"):
+        find_moe_layout(model)
 
 
 def test_a_block_without_one_router_is_refused():
@@ -72,10 +86,10 @@ def test_experts_outside_a_numbered_layer_are_refused():
 def test_a_registered_family_is_no_longer_refused(monkeypatch):
     monkeypatch.setattr(layouts, "_REFUSED", dict(layouts._REFUSED))
     monkeypatch.setattr(layouts, "_FAMILIES", dict(layouts._FAMILIES))
-    family = register_moe_layout(fused_family("phimoe"))
+    family = register_moe_layout(fused_family("dbrx"))
     assert isinstance(family, MoEFamily)
     with pytest.raises(UnsupportedModelError, match="no sparse layer"):
-        find_moe_layout(Bare(AutoConfig.for_model("phimoe")))
+        find_moe_layout(Bare(AutoConfig.for_model("dbrx")))
 
 
 def test_the_table_in_the_docs_is_the_codes():
