@@ -57,6 +57,8 @@ SETTINGS: dict[str, dict] = {
 }  # fmt: skip
 # `transformers` has no head at all for the language model of DeepSeek-OCR 2: it is a part of other models
 FAMILIES = sorted(set(SETTINGS) - {"deepseek_ocr2_text"})
+# the language model of Qwen3-VL-MoE has an LM head only inside the model of both media
+CAUSAL = [name for name in FAMILIES if name != "qwen3_vl_moe_text"]
 FLOAT64 = torch.float64
 
 
@@ -174,4 +176,4 @@ class StockLora:
         return {name: torch.stack(row) for name, row in rows.items()}
 
 
-__all__ = ["FAMILIES", "FUSED", "StockLora", "build", "collate", "config_of", "records", "shake", "spread"]
+__all__ = ["CAUSAL", "FAMILIES", "FUSED", "StockLora", "build", "collate", "config_of", "records", "shake", "spread"]
