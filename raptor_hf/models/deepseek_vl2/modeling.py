@@ -119,21 +119,21 @@ class DeepseekVL2ForConditionalGeneration(PreTrainedModel, GenerationMixin):
         Args:
             pixel_values: (V, 3, S, S) of this record. crops: (tiles wide, tiles high) of each of its images.
         """
-        dtype = self.vision.pos_embed.dtype
         used = sum(1 + wide * high for wide, high in crops)
-        views = self.projector(self.vision(pixel_values[:used].to(dtype)))  # (used, side, side, H)
+        views = self.projector(self.vision(pixel_values[:used].to(self.vision.pos_embed)))  # (used, side, side, H)
         parts, first = [], 0
         for wide, high in crops:
             tiles = views[first + 1 : first + 1 + wide * high].unflatten(0, (high, wide))
             mosaic = tiles.permute(0, 2, 1, 3, 4).flatten(2, 3).flatten(0, 1)  # (high side, wide side, H)
-            ordered = [self._with_newlines(views[first]), self.view_seperator[None], self._with_newlines(mosaic)]
+            separator = self.view_seperator[None].to(views)
+            ordered = [self._with_newlines(views[first]), separator, self._with_newlines(mosaic)]
             parts += ordered if self.config.global_view_pos == "head" else ordered[::-1]
             first += 1 + wide * high
         return torch.cat(parts)
 
     def _with_newlines(self, grid: torch.Tensor) -> torch.Tensor:
         """(rows, columns, H) -> (rows (columns + 1), H): each row ends with `image_newline`."""
-        return torch.cat([grid, self.image_newline.expand(len(grid), 1, -1)], dim=1).flatten(0, 1)
+        return torch.cat([grid, self.image_newline.to(grid).expand(len(grid), 1, -1)], dim=1).flatten(0, 1)
 
     def _image_embeds(
         self, input_ids: torch.Tensor, pixel_values: torch.Tensor | None, spatial_crop: torch.Tensor | None
@@ -145,7 +145,7 @@ class DeepseekVL2ForConditionalGeneration(PreTrainedModel, GenerationMixin):
             row = self.image_newline.new_zeros(input_ids.shape[1], self.image_newline.shape[0])
             if images:
                 assert pixel_values is not None
-                features = self._image_features(pixel_values[record], images).to(row.dtype)
+                features = self._image_features(pixel_values[record], images).to(row)
                 row = row.masked_scatter(marked[record, :, None], features)
             rows.append(row)
         return torch.stack(rows)
@@ -267,7 +267,7 @@ class DeepseekVL2ForConditionalGeneration(PreTrainedModel, GenerationMixin):
                 image_embeds = self._image_embeds(input_ids, pixel_values, spatial_crop)
             if image_embeds is not None:
                 marked = self._placeholders(input_ids).unsqueeze(-1)
-                inputs_embeds = torch.where(marked, image_embeds.to(inputs_embeds.dtype), inputs_embeds)
+                inputs_embeds = torch.where(marked, image_embeds.to(inputs_embeds), inputs_embeds)
         outputs = self.language.model(
             inputs_embeds=inputs_embeds,
             attention_mask=attention_mask,

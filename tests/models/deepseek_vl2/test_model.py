@@ -13,7 +13,7 @@ from raptor_hf.hub import export_release, load_release, verify_release
 from raptor_hf.models.deepseek_vl2 import DeepseekVL2Config, DeepseekVL2ForConditionalGeneration
 from raptor_hf.moe import attach_adapters, find_moe_layout, stream_parameters
 from raptor_hf.privacy import PrivacyStatement, StreamStatement
-from tests.models.deepseek_vl2.build import EXPERTS, ITEMS, KINDS, TOP_K, build, collate, inputs
+from tests.models.deepseek_vl2.build import EXPERTS, ITEMS, KINDS, TOP_K, build, collate, config_of, inputs
 from tests.models.deepseek_vl2.test_streams import adapted
 
 
@@ -93,6 +93,18 @@ def test_activation_checkpointing_changes_no_gradient(kind):
         for name, value in found.items():
             assert torch.allclose(value, expected[stream][name], atol=1e-5), name
     assert len(runs) == 3, "again in the shared stream's backward pass; nothing below the protected layer needs one"
+
+
+def test_tied_embeddings(tmp_path):
+    config = config_of(tie_word_embeddings=True)
+    model = DeepseekVL2ForConditionalGeneration._from_config(config)
+    assert config.tie_word_embeddings and model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    model.save_pretrained(tmp_path)
+    again = DeepseekVL2ForConditionalGeneration.from_pretrained(tmp_path)
+    assert again.get_output_embeddings().weight is again.get_input_embeddings().weight
+    batch = inputs(collate(ITEMS))
+    with torch.no_grad():
+        assert torch.allclose(again.eval()(**batch).logits, model.eval()(**batch).logits, atol=1e-5)
 
 
 def test_a_copy_computes_by_itself():
