@@ -108,6 +108,8 @@ def text_config(values: Mapping[str, Any] | PreTrainedConfig | None) -> PreTrain
     use_mla = given.pop("use_mla", None)
     merged = {**_ASSUMED, **given}
     merged.setdefault("num_key_value_heads", merged["num_attention_heads"])
+    if merged["topk_method"] == "gready":  # so spelt in early versions of the original code
+        merged["topk_method"] = "greedy"
     if use_mla is None:
         use_mla = merged["kv_lora_rank"] is not None
     _check(merged, use_mla)

@@ -154,6 +154,10 @@ def test_what_the_port_does_not_compute_is_refused(change):
     assert refusal.value.why and refusal.value.instead
 
 
+def test_the_spelling_of_early_checkpoints():
+    assert config_of(topk_method="gready").language_config.topk_method == "greedy"
+
+
 def test_another_language_model_is_refused():
     from transformers import LlamaConfig
 
