@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import warnings
@@ -61,7 +62,20 @@ class RaptorConfig(TrainingArguments):
     expert_max_grad_norm: float = field(default=1.0, metadata=_help("C_e: per-sample L2 norm in the expert stream."))
     # not 1.0 as inherited: that would clip the noisy mean; a value that is set is refused below
     max_grad_norm: float = field(default=0.0, metadata=_help("Must stay 0: clipping is per sample here."))
-    budget_split: float = field(default=0.9, metadata=_help("rho: share of epsilon for the shared stream."))
+    # a number, typed as text so that the command line takes "auto" too
+    budget_split: str = field(
+        default=0.9,  # type: ignore[assignment]
+        metadata=_help(
+            "rho: share of epsilon for the shared stream; 'auto': where the noise costs least, by the sensitivities "
+            "(Eq. 40) of labelled records of public_dataset."
+        ),
+    )
+    clipping_quantile: float | None = field(
+        default=None,
+        metadata=_help(
+            "Set both clipping norms to this quantile of the gradient norms of labelled records of public_dataset."
+        ),
+    )
     budget_rule: str = field(
         default="joint",
         metadata=_help("'joint' calibrates both streams' composition to the target; 'basic' adds their budgets."),
@@ -213,7 +227,7 @@ class RaptorConfig(TrainingArguments):
                 )
         if self.target_delta is not None:
             probability("target_delta", self.target_delta, one=False)
-        probability("budget_split", self.budget_split, one=False)
+        self._check_auto(method)
         for name in ("shared_max_grad_norm", "expert_max_grad_norm", "lora_alpha", "residual_gamma"):
             positive(name, getattr(self, name))
         integer("lora_rank", self.lora_rank, minimum=1)
@@ -223,6 +237,28 @@ class RaptorConfig(TrainingArguments):
             integer("insecure_noise_seed", self.insecure_noise_seed)
             warnings.warn("`insecure_noise_seed` is set: this run is NOT private.", stacklevel=4)
         self.protected_layer = str(self.protected_layer)
+
+    def _check_auto(self, method: Method) -> None:
+        """`budget_split` and `clipping_quantile`."""
+        if isinstance(self.budget_split, str) and self.budget_split != "auto":
+            with contextlib.suppress(ValueError):  # what is no number is refused below
+                self.budget_split = float(self.budget_split)  # type: ignore[assignment]
+        if self.budget_split != "auto":
+            probability("budget_split", self.budget_split, one=False)  # type: ignore[arg-type]
+        elif self.target_epsilon is None or method.budget_split is not None:
+            raise PrivacyConfigError(
+                f'`budget_split="auto"` was set with `method={self.method!r}`, `target_epsilon={self.target_epsilon}`',
+                "There is no budget to divide between two streams",
+                "Set `target_epsilon` with a method of two streams, or leave `budget_split` out",
+            )
+        if self.clipping_quantile is not None:
+            probability("clipping_quantile", self.clipping_quantile)
+            if not method.private or method.weights != "adapters" or set(method.trains) != {"shared", "expert"}:
+                raise PrivacyConfigError(
+                    f"`clipping_quantile={self.clipping_quantile}` was set with `method={self.method!r}`",
+                    "It measures the gradients of the two streams' adapters, which are not what this method clips",
+                    "Set `shared_max_grad_norm` and `expert_max_grad_norm`",
+                )
 
     def _check_budget(self, method: Method) -> None:
         """The target, or the noise multipliers of exactly the method's streams."""
@@ -269,7 +305,7 @@ def configuration_page() -> str:
     declared_by_name = {declared.name: declared for declared in dataclasses.fields(RaptorConfig)}
     own = [declared_by_name[name] for name in RaptorConfig.__annotations__]
     return _HEAD + "".join(
-        f"| `{declared.name}` | {str(declared.type).removesuffix(' | None')} | "
+        f"| `{declared.name}` | {RaptorConfig.__annotations__[declared.name].removesuffix(' | None')} | "
         f"{'unset' if declared.default is None else f'`{declared.default!r}`'} | {declared.metadata['help']} |\n"
         for declared in own
     )

@@ -62,7 +62,7 @@ def make_plan(args: RaptorConfig, model: nn.Module, dataset_size: int, cycles: i
             delta,
             rate,
             cycles,
-            budget_split=args.budget_split if method.budget_split is None else method.budget_split,
+            budget_split=float(args.budget_split) if method.budget_split is None else method.budget_split,
             rule=args.budget_rule,
             accountant=args.accountant,
         )

@@ -7,8 +7,11 @@ from typing import Any
 
 import torch
 
+from raptor_hf.auto import choose_from_public, needs_public
 from raptor_hf.checks import check_batch, class_count
+from raptor_hf.distributed import from_main
 from raptor_hf.methods import Method
+from raptor_hf.moe import check_disjoint
 
 __all__ = ["RecordsMixin"]
 
@@ -24,6 +27,8 @@ class RecordsMixin:
     _records: Any
     _collate: Callable
     _method: Method
+    _disjointness: str | None
+    planned_cycles: Callable[[], int]
     _prepare_inputs: Callable
     _remove_unused_columns: Callable
     _get_collator_with_removed_columns: Callable
@@ -46,6 +51,22 @@ class RecordsMixin:
         if hasattr(dataset, "remove_columns"):
             return self._remove_unused_columns(dataset, description=description), self.data_collator
         return dataset, self._get_collator_with_removed_columns(self.data_collator, description=description)
+
+    def _choose_from_public(self) -> None:
+        """Set the arguments that are left to public records."""
+        if not needs_public(self.args):
+            return
+        public = None if self.public_dataset is None else self._public_records()
+        if public is not None and self._disjointness is None:
+            self._disjointness = check_disjoint(public, self._records)
+        chosen = from_main(
+            lambda: choose_from_public(
+                self.args, self.model, public, self._collate, label_names=self.label_names,
+                dataset_size=len(self._records), cycles=self.planned_cycles(),
+            ), "measuring on public records",
+        )  # fmt: skip
+        for name, value in chosen.items():
+            setattr(self.args, name, value)
 
     def _checked_batch(self, records: list) -> dict:
         batch = self._collate(records)

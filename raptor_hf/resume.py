@@ -51,7 +51,7 @@ DRIFT: dict[str, str] = {
          "optim", "optim_args", "learning_rate", "expert_learning_rate", "weight_decay", "adam_beta1", "adam_beta2",
          "adam_epsilon", "lr_scheduler_type"), _FIXED),
     # a layer name or "auto" may become the index it stood for: the plan compares the layers themselves
-    **dict.fromkeys(("protected_layer", "grad_sample_mode"), _FREE),
+    **dict.fromkeys(("protected_layer", "grad_sample_mode", "clipping_quantile"), _FREE),
 }  # fmt: skip
 
 _WHY = {

@@ -151,6 +151,7 @@ class RaptorTrainer(RecordsMixin, EvaluationMixin, HubMixin, Trainer):
             self._disjointness = check_disjoint(self._public_records(), self._records)
         check_prepared(model, self._method)
         if train_dataset is not None:
+            self._choose_from_public()
             check_sizes(
                 train_dataset, args.dataset_size or len(train_dataset), self.expected_batch_size,
                 batch_from=args.batch_from, target_delta=args.target_delta,

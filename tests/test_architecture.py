@@ -33,6 +33,7 @@ FLOORS = (
         "optim",
         "evaluation",
         "records",
+        "auto",
         "plan",
         "preflight",
         "distributed",

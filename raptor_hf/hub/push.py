@@ -18,6 +18,7 @@ from raptor_hf.hub.model_card import merge_cards
 from raptor_hf.hub.release import export_release, known_id, refuse
 from raptor_hf.hub.remote import hub_errors, is_transient, open_release, status_of
 from raptor_hf.hub.verify import verify_snapshot
+from raptor_hf.methods import get_method
 
 __all__ = ["HubMixin", "check_hub_arguments", "push_release"]
 
@@ -144,6 +145,12 @@ def check_hub_arguments(args: Any, model: Any) -> None:
             f"`hub_strategy={strategy!r}` was set",
             "It uploads checkpoints with optimizer state, generator states and the trainer's log",
             'Use "end" or "every_save": they push releases, and every one of them is covered by the statement',
+        )
+    if get_method(args.method).weights != "adapters":
+        raise ReleaseError(
+            f"`push_to_hub=True` was set with `method={args.method!r}`",
+            "It trains base weights, and a release holds adapters only",
+            "Leave it out, and save the whole model with `trainer.save_model()`",
         )
     name = getattr(model, "name_or_path", None)
     if known_id(name) is None:

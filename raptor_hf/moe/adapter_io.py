@@ -12,7 +12,7 @@ from peft import LoraConfig
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from raptor_hf.errors import PrivacyConfigError
+from raptor_hf.errors import PrivacyConfigError, ReleaseError
 from raptor_hf.moe.block import PROJECTIONS
 from raptor_hf.moe.layout import MoELayout, SparseLayer, find_moe_layout
 from raptor_hf.moe.lora import AdapterPlan, adapter_plan, attach_adapters
@@ -68,6 +68,12 @@ def _from_peft(kind: str, value: torch.Tensor, experts: int) -> torch.Tensor:
 def adapter_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
     """Adapters and head under PEFT's keys, fp32, on the CPU, each with storage of its own."""
     plan = adapter_plan(model)
+    if plan.weights != "adapters":
+        raise ReleaseError(
+            "The adapter of a model was asked for whose base weights are trained",
+            "It has none: the head alone would be written, as if it were all that was trained",
+            "Save the whole model with `trainer.save_model()`; a release holds adapters only",
+        )
     state: dict[str, torch.Tensor] = {}
     for path in plan.shared_targets:
         module = model.get_submodule(path)
