@@ -1,21 +1,24 @@
 """Fine-tune a vision-language or a language model on ScienceQA with differential privacy; questions are records.
 
-    python examples/run_scienceqa.py --model_name_or_path deepseek-ai/deepseek-vl2-tiny \
-        --dataset_name derek-thomas/ScienceQA --method raptor --target_epsilon 8 --expected_batch_size 256 \
-        --per_device_train_batch_size 4 --num_train_epochs 3 --lora_rank 128 --lora_alpha 128 --bf16 \
-        --grad_sample_mode hooks --output_dir outputs/scienceqa
+    python examples/run_scienceqa.py examples/configs/scienceqa_deepseek_vl2_tiny.yaml --target_epsilon 1
+
+    python examples/run_scienceqa.py --model_name_or_path allenai/OLMoE-1B-7B-0924 --no_images --which text \
+        --dataset_name derek-thomas/ScienceQA --target_epsilon 8 --expected_batch_size 1000 \
+        --per_device_train_batch_size 8 --num_train_epochs 5 --output_dir outputs/scienceqa-olmoe
 
     python examples/run_scienceqa.py --tiny_random --problems_file problems.json --no_images \
         --target_epsilon 8 --expected_batch_size 64 --max_steps 10 --output_dir outputs/scienceqa-tiny
 
-The answer is the likeliest letter, before training and after it. `--method monolithic_lora` is the baseline. The last
-sparse layer is protected: there is no public corpus of the same form. A model without images (OLMoE, ...) is asked in
-text alone. `--tiny_random` makes a model of random weights, which answers by chance and shows that all works.
+Settings come from a YAML file, flags, or both (flags win). The answer is the likeliest letter, before training and
+after it. `--method monolithic_lora` is the baseline. The last sparse layer is protected: there is no public corpus of
+the same form. A model without images (OLMoE, ...) is asked in text alone. `--tiny_random` makes a model of random
+weights, which answers by chance and shows that all works; its vocabulary comes from the evaluation questions.
 """
 
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,7 +27,6 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
-    HfArgumentParser,
     PreTrainedTokenizerFast,
     set_seed,
 )
@@ -38,6 +40,7 @@ from raptor_hf.models.deepseek_vl2 import (
     DeepseekVL2ImageProcessor,
     DeepseekVL2Processor,
 )
+from raptor_hf.scripts._config import parse_dataclasses
 
 TINY_VIEW = 28  # pixels, 4 x 4 patches, 2 x 2 tokens
 
@@ -107,6 +110,8 @@ def load(args: ScriptArguments, evaluation: list[Question]) -> tuple[Any, Any]:
     model = AutoModelForCausalLM.from_pretrained(name, dtype=getattr(torch, args.dtype))
     if isinstance(model.config, DeepseekVL2Config):
         processor = DeepseekVL2Processor.from_pretrained(name)
+        if model.config.image_token_id is None:
+            model.config.image_token_id = processor.image_token_id
         if model.config.image_token_id != processor.image_token_id:
             raise SystemExit(f"{name}: model and tokenizer have other ids for {processor.image_token}.")
         return model, processor
@@ -120,8 +125,8 @@ def load(args: ScriptArguments, evaluation: list[Question]) -> tuple[Any, Any]:
 
 
 def main(argv: list[str] | None = None) -> dict[str, float]:
-    parser = HfArgumentParser((ScriptArguments, RaptorConfig))
-    args, training_args = parser.parse_args_into_dataclasses(argv)
+    arguments = sys.argv[1:] if argv is None else argv
+    args, training_args = parse_dataclasses((ScriptArguments, RaptorConfig), arguments, prog="run_scienceqa.py")
     set_seed(training_args.seed)
     training_args.remove_unused_columns = False  # the collator needs `images`, which no model takes
 
@@ -129,12 +134,15 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
         problems_file=args.problems_file, image_root=args.image_root, dataset_name=args.dataset_name,
         images=args.images, which=args.which,
     )  # fmt: skip
-    held_out = questions.get(args.evaluation_split, [])[: args.max_eval_samples]
+    some, held_out = questions.get("train"), questions.get(args.evaluation_split)
+    if not some or not held_out:
+        raise SystemExit(f"There are no questions in the split 'train' or {args.evaluation_split!r}.")
+    some, held_out = some[: args.max_train_samples], held_out[: args.max_eval_samples]
     model, processing_class = load(args, held_out)
     length = args.max_seq_length or model.config.max_position_embeddings
     train, evaluation = (
-        ScienceQADataset(some, processing_class, hint=args.hint, lecture=args.lecture, max_length=length)
-        for some in (questions.get("train", [])[: args.max_train_samples], held_out)
+        ScienceQADataset(split, processing_class, hint=args.hint, lecture=args.lecture, max_length=length)
+        for split in (some, held_out)
     )
     if hasattr(processing_class, "image_processor"):
         collator: Any = MultimodalCollator(processing_class, max_length=length)

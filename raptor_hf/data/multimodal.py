@@ -54,7 +54,7 @@ def encode_multimodal(
         PrivacyConfigError: another number of images than the prompt has, an image in the completion, or more tokens
             than `max_length` for the images alone.
     """
-    crops = processor.image_processor.crops([image.size for image in images])
+    crops = processor.image_processor.crops_of(images)
     record: dict[str, Any] = encode_completion(
         _Tokens(processor, crops), prompt, completion, max_length=max_length, end=end, keep=processor.kept_ids
     )
@@ -81,8 +81,8 @@ class MultimodalCollator:
 
     Raises:
         PrivacyConfigError: a record that has another number of image tokens than its images make, that is a packed row
-            of several records, or that is too long. As owners are computed from all records, this comes before the
-            first update.
+            of several records, or that is too long. Methods with owners compute them from all records, so that this
+            comes before the first update; other methods meet such a record when it is drawn.
 
     Keep `remove_unused_columns=False` in the config: models have no argument `images`.
     """

@@ -48,6 +48,13 @@ def test_a_record():
     assert record(end=False)["input_ids"] == prompt + answer[:-1]
 
 
+def test_images_as_arrays():
+    arrays = record("<image><image>", "B", [np.asarray(TWO), np.asarray(ONE)])
+    assert {**arrays, "images": None} == {**RECORDS[2], "images": None}
+    one, two = COLLATE([arrays]), COLLATE([RECORDS[2]])
+    assert all(torch.equal(one[key], two[key]) for key in two)
+
+
 def test_text_alone_is_the_record_of_a_text_model():
     tokenizer = tiny_tokenizer(bos_token="<s>", eos_token="</s>")
     plain = encode_completion(tokenizer, "Which one?", " B")

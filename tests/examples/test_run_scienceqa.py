@@ -12,10 +12,14 @@ from PIL import Image
 from safetensors.torch import load_file
 from transformers import OlmoeConfig, OlmoeForCausalLM
 
+from raptor_hf import RaptorConfig
+from raptor_hf.errors import PrivacyConfigError
 from raptor_hf.models.deepseek_vl2 import DeepseekVL2Processor
+from raptor_hf.scripts._config import parse_dataclasses
 from tests.models.deepseek_vl2.words import tiny_tokenizer
 
-SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "run_scienceqa.py"
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+SCRIPT, CONFIGS = EXAMPLES / "run_scienceqa.py", EXAMPLES / "configs"
 COLOURS = {"red": (220, 20, 20), "green": (20, 200, 40), "blue": (10, 30, 230)}
 SECRET = "zyzzyva"
 
@@ -38,9 +42,10 @@ def problems(tmp_path):
     return tmp_path / "problems.json"
 
 
-def run(problems, out, *arguments):
+def run(problems, out, *arguments, config=None):
     return runpy.run_path(str(SCRIPT))["main"](
         [
+            *([] if config is None else [str(config)]),
             "--problems_file", str(problems), "--output_dir", str(out), "--max_steps", "2",
             "--expected_batch_size", "6", "--per_device_train_batch_size", "4", "--lora_rank", "2",
             "--use_cpu", "--report_to", "none", "--disable_tqdm", "True", "--save_strategy", "no", *arguments,
@@ -86,13 +91,26 @@ def test_a_text_model(problems, tmp_path, capsys):
     )  # fmt: skip
     base.save_pretrained(tmp_path / "base")
     tokenizer.save_pretrained(tmp_path / "base")
-    noise = ("--shared_noise_multiplier", "1", "--expert_noise_multiplier", "1")
-    result = run(problems, tmp_path / "out", "--model_name_or_path", str(tmp_path / "base"), "--no_images", *noise)
+    config = tmp_path / "config.yaml"
+    config.write_text("shared_noise_multiplier: 1\nexpert_noise_multiplier: 1\nimages: no\nmax_seq_length: 90\n")
+    result = run(problems, tmp_path / "out", "--model_name_or_path", str(tmp_path / "base"), config=config)
     assert 0 <= result["accuracy"] <= 1 and "differentially private" in capsys.readouterr().out
     PeftModel.from_pretrained(OlmoeForCausalLM.from_pretrained(tmp_path / "base"), tmp_path / "out")
 
 
-def test_no_model_or_two(problems, tmp_path):
+def test_what_cannot_be_run(problems, tmp_path):
     for arguments in ((), ("--tiny_random", "--model_name_or_path", "x")):
         with pytest.raises(SystemExit, match="tiny_random"):
             run(problems, tmp_path / "out", "--target_epsilon", "4", *arguments)
+    with pytest.raises(SystemExit, match="no questions"):
+        run(problems, tmp_path / "out", "--target_epsilon", "4", "--tiny_random", "--evaluation_split", "test")
+    with pytest.raises(PrivacyConfigError, match="target_epsilon"):
+        run(problems, tmp_path / "out", "--target_epsilom", "4", "--tiny_random")
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("scienceqa*.yaml")), ids=lambda path: path.stem)
+def test_the_configurations_have_no_unknown_setting(path, tmp_path):
+    classes = (runpy.run_path(str(SCRIPT))["ScriptArguments"], RaptorConfig)
+    flags = ["--output_dir", str(tmp_path), "--bf16", "False", "--use_cpu"]  # as no graphics card is needed to read it
+    args, training_args = parse_dataclasses(classes, [str(path), *flags], prog="run_scienceqa.py")
+    assert args.dataset_name and args.model_name_or_path and training_args.target_epsilon

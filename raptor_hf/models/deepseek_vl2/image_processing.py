@@ -122,6 +122,10 @@ class DeepseekVL2ImageProcessor(BaseImageProcessor):
         fitted = (best_resolution(size, self.candidate_resolutions) for size in sizes)
         return [(width // self.image_size, height // self.image_size) for width, height in fitted]
 
+    def crops_of(self, images: Sequence[Any]) -> list[Size]:
+        """`crops` of images, of which only the sizes are read."""
+        return self.crops([_checked(image).size for image in images])
+
     def num_image_tokens(self, crop: Size) -> int:
         """Placeholder tokens of one image: global rows, a separator, local rows; each row ends with a newline."""
         h = self.features_per_side
@@ -138,7 +142,7 @@ class DeepseekVL2ImageProcessor(BaseImageProcessor):
         Returns:
             float32 from -1 to 1 for a mean and deviation of 0.5 (from 0 to 1 without `do_normalize`).
         """
-        pictures = [_rgb(image) for image in images]
+        pictures = [_checked(image).convert("RGB") for image in images]
         crops = self.crops([picture.size for picture in pictures])
         side = self.image_size
         colour = tuple(int(mean * 255) for mean in self.image_mean)
@@ -161,7 +165,7 @@ class DeepseekVL2ImageProcessor(BaseImageProcessor):
         return BatchFeature({"pixel_values": values, "spatial_crop": crops}, tensor_type=return_tensors)
 
 
-def _rgb(image: Any) -> Image.Image:
+def _checked(image: Any) -> Image.Image:
     if isinstance(image, np.ndarray) and image.dtype == np.uint8 and image.ndim == 3 and image.shape[2] == 3:
         image = Image.fromarray(image)
     if not isinstance(image, Image.Image) or 0 in image.size:
@@ -171,7 +175,7 @@ def _rgb(image: Any) -> Image.Image:
             "Its size and colours cannot be told",
             "Give a `PIL.Image.Image`, or a uint8 array (height, width, 3)",
         )  # fmt: skip
-    return image.convert("RGB")
+    return image
 
 
 def _padded(picture: Image.Image, size: Size, colour: tuple[int, ...]) -> Image.Image:
