@@ -10,6 +10,7 @@ from transformers.utils import logging
 
 from raptor_hf.analysis.suggest import (
     GradientOptions,
+    PublicSensitivities,
     public_sensitivities,
     suggest_budget_split,
     suggest_clipping_norms,
