@@ -12,7 +12,7 @@ from PIL import Image
 from safetensors.torch import load_file
 from transformers import OlmoeConfig, OlmoeForCausalLM
 
-from raptor_hf import RaptorConfig
+from raptor_hf import RaptorConfig, export_release
 from raptor_hf.errors import PrivacyConfigError
 from raptor_hf.models.deepseek_vl2 import DeepseekVL2Processor
 from raptor_hf.scripts._config import parse_dataclasses
@@ -48,7 +48,7 @@ def run(problems, out, *arguments, config=None):
             *([] if config is None else [str(config)]),
             "--problems_file", str(problems), "--output_dir", str(out), "--max_steps", "2",
             "--expected_batch_size", "6", "--per_device_train_batch_size", "4", "--lora_rank", "2",
-            "--use_cpu", "--report_to", "none", "--disable_tqdm", "True", "--save_strategy", "no", *arguments,
+            "--use_cpu", "--report_to", "none", "--disable_tqdm", "True", *arguments,
         ]
     )  # fmt: skip
 
@@ -77,6 +77,23 @@ def test_with_images(method, engine, problems, tmp_path, capsys):
     vocabulary = processor.tokenizer.get_vocab()
     assert SECRET not in (out / "tokenizer.json").read_text() and len(processor.tokenizer(SECRET)["input_ids"]) > 3
     assert any(word in vocabulary for word in ("colour", "Ġcolour"))
+
+
+def test_resume_and_release(problems, tmp_path):
+    """The same pictures, opened again, are the same training set; another picture is another one."""
+    out = tmp_path / "out"
+    every = ("--tiny_random", "--shared_noise_multiplier", "1", "--expert_noise_multiplier", "1", "--save_steps", "1",
+             "--save_strategy", "steps")  # fmt: skip
+    run(problems, out, *every)
+    resume = (*every, "--resume_from_checkpoint", str(out / "checkpoint-1"))
+    run(problems, out, *resume)
+    with pytest.warns(UserWarning, match="not known by a Hub id"):
+        export_release(out, tmp_path / "release")
+    processor = DeepseekVL2Processor.from_pretrained(tmp_path / "release")
+    assert processor.image_processor.image_size == 28
+    Image.new("RGB", (20, 30), (1, 2, 3)).save(tmp_path / "images" / "train" / "0" / "image.png")
+    with pytest.raises(PrivacyConfigError, match="differs in the column `images`"):
+        run(problems, out, *resume)
 
 
 def test_a_text_model(problems, tmp_path, capsys):
