@@ -1,0 +1,140 @@
+"""The verdict of a one-run audit: lower bounds from the canaries, held against what the trainer claims."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from raptor_hf.audit.canaries import CanaryTrainer, Observer, canary_scores
+from raptor_hf.audit.folder import read_arrays, write_arrays
+from raptor_hf.audit.one_run import one_run_audit
+from raptor_hf.privacy.accounting import Mechanism, compute_epsilon
+
+__all__ = ["CanaryResult", "bound_run", "one_run_markdown"]
+
+
+@dataclass(frozen=True)
+class CanaryResult:
+    """One run: coins, scores and claims. **Private**.
+
+    Attributes:
+        included: (m,) bool. lone: (m,) bool. scores: name -> (m,) (see `canary_scores`).
+        claims: name -> claimed epsilon at delta: "joint" as in the privacy statement, each stream's own beside it.
+    """
+
+    included: np.ndarray
+    lone: np.ndarray
+    scores: dict[str, np.ndarray]
+    claims: dict[str, float]
+    delta: float
+
+    @classmethod
+    def of(cls, trainer: CanaryTrainer, observer: Observer) -> CanaryResult:
+        """The result of a trainer after training."""
+        statement = trainer.privacy_statement()
+        claims = {"joint": math.inf if statement.epsilon_spent is None else statement.epsilon_spent}
+        for name, stream in statement.streams.items():
+            if stream.noise_multiplier is not None and stream.max_grad_norm is not None:
+                spent = Mechanism(stream.noise_multiplier, stream.sample_rate, stream.steps_taken)
+                claims[name] = compute_epsilon([spent], statement.delta, accountant=statement.accountant).upper
+            else:
+                claims[name] = math.inf
+        rate = next(iter(statement.streams.values())).sample_rate
+        canaries = trainer.canaries
+        return cls(canaries.included, canaries.lone, canary_scores(observer, rate), claims, statement.delta)
+
+    def save(self, path: Path) -> None:
+        """Write it, readable by its owner alone."""
+        named = {f"score_{name}": value for name, value in self.scores.items()}
+        named |= {f"claim_{name}": np.float64(value) for name, value in self.claims.items()}
+        write_arrays(path, included=self.included, lone=self.lone, delta=np.float64(self.delta), **named)
+
+    @classmethod
+    def load(cls, path: Path) -> CanaryResult:
+        """The inverse of `save`."""
+        found = read_arrays(path)
+
+        def under(prefix: str) -> dict[str, np.ndarray]:
+            return {name.removeprefix(prefix): value for name, value in found.items() if name.startswith(prefix)}
+
+        claims = {name: float(value) for name, value in under("claim_").items()}
+        return cls(found["included"], found["lone"], under("score_"), claims, float(found["delta"]))
+
+
+def bound_run(result: CanaryResult, confidence: float, runs: int = 1) -> dict[str, Any]:
+    """Lower bounds on epsilon by the whole run, by each stream, and by the canaries alone in an expert.
+
+    Args:
+        confidence: that *none* of the bounds of `runs` runs is above the true epsilon: shared out by Bonferroni.
+
+    Returns:
+        `bounds`: rows of name, claim, epsilon, guesses, correct; `holds`: whether no bound exceeds its claim.
+    """
+    everyone = np.ones(len(result.included), dtype=bool)
+    wanted = [(name, name, everyone) for name in result.claims if name != "joint" and len(result.claims) > 2]
+    wanted = [("joint", "joint", everyone), *wanted, ("final", "joint", everyone)]
+    if result.lone.any() and "expert" in result.claims:
+        wanted.append(("lone", "expert", result.lone))
+    level = 1 - (1 - confidence) / (len(wanted) * runs)
+    bounds = []
+    for name, claim, chosen in wanted:
+        scores, coins = result.scores["expert" if name == "lone" else name][chosen], result.included[chosen]
+        row = {"name": name, "claim": result.claims[claim], "canaries": int(chosen.sum())}
+        if coins.all() or not coins.any():  # all coins fell alike: nothing can be told
+            bounds.append({**row, "epsilon": 0.0, "guesses": 0, "correct": 0})
+            continue
+        found = one_run_audit(scores, coins, delta=result.delta, confidence=level)
+        bounds.append({**row, "epsilon": found.epsilon, "guesses": found.guesses, "correct": found.correct})
+    exceeded = [row["name"] for row in bounds if row["epsilon"] > row["claim"]]
+    return {
+        "claimed_epsilon": result.claims["joint"],
+        "delta": result.delta,
+        "bounds": bounds,
+        "holds": not exceeded,
+        "verdict": "no bound exceeds its claim" if not exceeded else f"exceeded: {', '.join(exceeded)}",
+    }
+
+
+_MEANING = {
+    "joint": "both streams, every release seen",
+    "shared": "shared stream",
+    "expert": "expert stream",
+    "final": "the last adapter alone",
+    "lone": "canaries alone in an expert",
+}
+
+
+def one_run_markdown(report: Mapping[str, Any]) -> str:
+    """A line for every method and view, over all its runs."""
+    lines = [
+        "# One-run audit with gradient canaries",
+        "",
+        f"{report['canaries']} canaries a run, each put in by a fair coin. Lower bounds on epsilon at confidence "
+        f"{report['confidence']:.0%} for all of this page together, against what the trainer claims.",
+        "",
+        "| method | view | claimed epsilon | delta | runs | bound, mean | bound, largest | exceeded |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    names = list(dict.fromkeys(run["name"] for run in report["runs"]))
+    for name in names:
+        runs = [run for run in report["runs"] if run["name"] == name]
+        for place, view in enumerate(runs[0]["bounds"]):
+            rows = [run["bounds"][place] for run in runs]
+            values = [row["epsilon"] for row in rows]
+            over = sum(row["epsilon"] > row["claim"] for row in rows)
+            lines.append(
+                f"| {name} | {_MEANING.get(view['name'], view['name'])} | {max(row['claim'] for row in rows):.3f} "
+                f"| {runs[0]['delta']:.2g} | {len(runs)} | {np.mean(values):.3f} | {max(values):.3f} | {over} |"
+            )
+    broken = sum(not run["holds"] for run in report["runs"])
+    verdict = (
+        "No bound exceeds its claim. That refutes nothing, and proves nothing."
+        if not broken
+        else f"**In {broken} of {len(report['runs'])} runs a bound exceeds the claimed epsilon: the claim is false.**"
+    )
+    return "\n".join([*lines, "", verdict, ""])
