@@ -18,7 +18,7 @@ from raptor_hf.audit.lira import lira_online
 from raptor_hf.audit.roc import roc_curve, summarise_attack
 from raptor_hf.audit.shadows import Cell, Design, ShadowResults
 
-__all__ = ["attack_cell", "membership_markdown", "public_summary", "spread", "write_report"]
+__all__ = ["attack_cell", "check_design", "membership_markdown", "public_summary", "spread", "write_report"]
 
 SCHEMA_VERSION = 1
 RATES = (0.001, 0.01)
@@ -56,6 +56,14 @@ def attack_scores(found: ShadowResults, design: Design) -> dict[str, np.ndarray]
         others = design.shadows_for(target)
         lira[target] = lira_online(found.confidences[target], found.confidences[others], design.masks[others])
     return {"loss": loss_attack(found.losses), "lira": lira}
+
+
+def check_design(design: Design) -> None:
+    """Refuse a design by which some record could not be attacked, before a model is trained for it."""
+    noise = np.random.default_rng(0).normal(size=design.masks.shape)
+    for target in range(len(noise)):
+        others = design.shadows_for(target)
+        lira_online(noise[target], noise[others], design.masks[others])
 
 
 def attack_cell(cell: Cell, found: ShadowResults, design: Design, confidence: float) -> dict[str, Any]:
@@ -136,7 +144,7 @@ def public_summary(report: Mapping[str, Any]) -> dict[str, Any]:
     kept = ("schema_version", "kind", "confidence", "packages", "shadows", "members", "pool", "canaries", "cells")
     found = {key: report[key] for key in kept if key in report}
     found["runs"] = [
-        {key: run[key] for key in ("claimed_epsilon", "delta", "bounds", "verdict")} for run in report.get("runs", [])
+        {key: run[key] for key in ("name", "claimed_epsilon", "delta", "bounds", "measured", "verdict")} for run in report.get("runs", [])
     ]
     found["note"] = (
         "Computed from private records and published by the choice of their holder; not covered by the privacy "

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ import numpy as np
 
 from raptor_hf.audit.canaries import CanaryTrainer, Observer, canary_scores
 from raptor_hf.audit.folder import read_arrays, write_arrays
+from raptor_hf.audit.measured import ALARM, Measured, measure
 from raptor_hf.audit.one_run import one_run_audit
 from raptor_hf.privacy.accounting import Mechanism, compute_epsilon
 
@@ -25,6 +26,7 @@ class CanaryResult:
     Attributes:
         included: (m,) bool. lone: (m,) bool. scores: name -> (m,) (see `canary_scores`).
         claims: name -> claimed epsilon at delta: "joint" as in the privacy statement, each stream's own beside it.
+        measured: stream (or "lone", in the expert stream) -> noise and sensitivity along the canaries.
     """
 
     included: np.ndarray
@@ -32,6 +34,7 @@ class CanaryResult:
     scores: dict[str, np.ndarray]
     claims: dict[str, float]
     delta: float
+    measured: dict[str, Measured]
 
     @classmethod
     def of(cls, trainer: CanaryTrainer, observer: Observer) -> CanaryResult:
@@ -46,12 +49,22 @@ class CanaryResult:
                 claims[name] = math.inf
         rate = next(iter(statement.streams.values())).sample_rate
         canaries = trainer.canaries
-        return cls(canaries.included, canaries.lone, canary_scores(observer, rate), claims, statement.delta)
+        measured = {}
+        for name, rows in observer.seen.items():
+            sigma = observer.streams[name].noise_multiplier
+            if sigma:
+                measured[name] = measure(np.stack(rows), canaries.included, sigma, rate)
+                if name == "expert" and canaries.lone.any():
+                    chosen = canaries.lone
+                    measured["lone"] = measure(np.stack(rows)[:, chosen], canaries.included[chosen], sigma, rate)
+        scores = canary_scores(observer, rate)
+        return cls(canaries.included, canaries.lone, scores, claims, statement.delta, measured)
 
     def save(self, path: Path) -> None:
         """Write it, readable by its owner alone."""
         named = {f"score_{name}": value for name, value in self.scores.items()}
         named |= {f"claim_{name}": np.float64(value) for name, value in self.claims.items()}
+        named |= {f"measured_{name}": np.array(astuple(value)) for name, value in self.measured.items()}
         write_arrays(path, included=self.included, lone=self.lone, delta=np.float64(self.delta), **named)
 
     @classmethod
@@ -63,7 +76,8 @@ class CanaryResult:
             return {name.removeprefix(prefix): value for name, value in found.items() if name.startswith(prefix)}
 
         claims = {name: float(value) for name, value in under("claim_").items()}
-        return cls(found["included"], found["lone"], under("score_"), claims, float(found["delta"]))
+        measured = {name: Measured(*map(float, value)) for name, value in under("measured_").items()}
+        return cls(found["included"], found["lone"], under("score_"), claims, float(found["delta"]), measured)
 
 
 def bound_run(result: CanaryResult, confidence: float, runs: int = 1) -> dict[str, Any]:
@@ -73,7 +87,8 @@ def bound_run(result: CanaryResult, confidence: float, runs: int = 1) -> dict[st
         confidence: that *none* of the bounds of `runs` runs is above the true epsilon: shared out by Bonferroni.
 
     Returns:
-        `bounds`: rows of name, claim, epsilon, guesses, correct; `holds`: whether no bound exceeds its claim.
+        `bounds`: rows of name, claim, epsilon, guesses, correct; `measured`: rows of stream, noise, shift and their
+        tail probabilities; `holds`: whether no bound exceeds its claim and nothing that was measured alarms.
     """
     everyone = np.ones(len(result.included), dtype=bool)
     wanted = [(name, name, everyone) for name in result.claims if name != "joint" and len(result.claims) > 2]
@@ -90,14 +105,24 @@ def bound_run(result: CanaryResult, confidence: float, runs: int = 1) -> dict[st
             continue
         found = one_run_audit(scores, coins, delta=result.delta, confidence=level)
         bounds.append({**row, "epsilon": found.epsilon, "guesses": found.guesses, "correct": found.correct})
-    exceeded = [row["name"] for row in bounds if row["epsilon"] > row["claim"]]
+    exceeded = [f"bound ({row['name']})" for row in bounds if row["epsilon"] > row["claim"]]
+    alarms = []
+    for name, value in result.measured.items():
+        alarms += [f"too little noise ({name})"] if value.noise_tail < ALARM else []
+        alarms += [f"a record counts for more than its norm ({name})"] if value.shift_tail < ALARM else []
     return {
         "claimed_epsilon": result.claims["joint"],
         "delta": result.delta,
         "bounds": bounds,
-        "holds": not exceeded,
-        "verdict": "no bound exceeds its claim" if not exceeded else f"exceeded: {', '.join(exceeded)}",
+        "measured": [{"name": name, **_finite(asdict(value))} for name, value in result.measured.items()],
+        "exceeded": bool(exceeded),
+        "holds": not exceeded and not alarms,
+        "verdict": "; ".join([*exceeded, *alarms]) or "nothing was found",
     }
+
+
+def _finite(row: Mapping[str, float]) -> dict[str, float | None]:
+    return {key: value if math.isfinite(value) else None for key, value in row.items()}
 
 
 _MEANING = {
@@ -131,10 +156,31 @@ def one_run_markdown(report: Mapping[str, Any]) -> str:
                 f"| {name} | {_MEANING.get(view['name'], view['name'])} | {max(row['claim'] for row in rows):.3f} "
                 f"| {runs[0]['delta']:.2g} | {len(runs)} | {np.mean(values):.3f} | {max(values):.3f} | {over} |"
             )
+    lines += [
+        "",
+        "Measured along the canaries' directions, in units of what the statement says (noise 1, shift 1):",
+        "",
+        "| method | stream | noise, mean | noise, least tail | shift, mean | shift, least tail | alarms |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for name in names:
+        runs = [run for run in report["runs"] if run["name"] == name]
+        for place, row in enumerate(runs[0]["measured"]):
+            rows = [run["measured"][place] for run in runs]
+            alarms = sum(one["noise_tail"] < ALARM or one["shift_tail"] < ALARM for one in rows)
+            lines.append(
+                f"| {name} | {row['name']} | {_mean(rows, 'noise')} | {min(one['noise_tail'] for one in rows):.2g} "
+                f"| {_mean(rows, 'shift')} | {min(one['shift_tail'] for one in rows):.2g} | {alarms} |"
+            )
     broken = sum(not run["holds"] for run in report["runs"])
     verdict = (
-        "No bound exceeds its claim. That refutes nothing, and proves nothing."
+        "No bound exceeds its claim, and nothing that was measured alarms. That proves nothing."
         if not broken
-        else f"**In {broken} of {len(report['runs'])} runs a bound exceeds the claimed epsilon: the claim is false.**"
+        else f"**{broken} of {len(report['runs'])} runs contradict the statement: the claim is false.**"
     )
     return "\n".join([*lines, "", verdict, ""])
+
+
+def _mean(rows: Sequence[Mapping[str, float | None]], key: str) -> str:
+    values = [row[key] for row in rows if row[key] is not None]
+    return f"{np.mean(values):.3f}" if values else "-"

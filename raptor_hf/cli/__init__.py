@@ -18,6 +18,7 @@ COMMANDS: dict[str, str] = {
     "calibrate": "noise multipliers of the two streams for a target epsilon",
     "epsilon": "epsilon of given noise multipliers",
     "check": "look in a model, or the one of a training configuration, for what would break the guarantee",
+    "audit": "attack what a configuration trains: shadow models, or canaries against the claimed epsilon",
     "verify": "check a release, in a folder or on the Hub: files, adapters, epsilon, card",
     "scrub-check": "list what every file of a training output folder would leak",
 }

@@ -112,12 +112,11 @@ def write_cells(folder: Path, found: Mapping[str, Mapping[str, Any]]) -> None:
         write_text(setting_path(folder, name), yaml.safe_dump(dict(settings), sort_keys=True))
 
 
-def check_cells(found: Mapping[str, Mapping[str, Any]]) -> None:
-    """Refuse what the training command would refuse, before anything is bound to it."""
+def check_cells(found: Mapping[str, Mapping[str, Any]]) -> dict[str, tuple[Any, Any, RaptorConfig]]:
+    """The arguments of each cell; what the training command would refuse is refused here, before anything is written."""
     with tempfile.TemporaryDirectory() as scratch:
         write_cells(Path(scratch), found)
-        for name in found:
-            parse_cell(Path(scratch), name, output_dir=str(Path(scratch) / "unused"))
+        return {name: parse_cell(Path(scratch), name, output_dir=str(Path(scratch) / "unused")) for name in found}
 
 
 def parse_cell(folder: Path, cell: str, *, output_dir: str, **more: Any) -> tuple[Any, Any, RaptorConfig]:

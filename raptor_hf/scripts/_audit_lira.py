@@ -18,7 +18,7 @@ from raptor_hf.audit import folder as store
 from raptor_hf.audit import report as reports
 from raptor_hf.audit.shadows import Cell, Design, Task, make_design, read_results, run_processes
 from raptor_hf.errors import PrivacyConfigError
-from raptor_hf.scripts._audit import Records, cell_settings, cells_of, check_cells, parse_cell, records_digest, write_cells
+from raptor_hf.scripts._audit import Records, cell_settings, cells_of, check_cells, records_digest, write_cells
 from raptor_hf.scripts._shadow import PLAN
 from raptor_hf.validate import integer, probability
 
@@ -35,6 +35,7 @@ def run(args: argparse.Namespace, settings: Mapping[str, Any]) -> int:
     folder = store.open_folder(args.output)
     design = _plan(args, settings, cells, folder)
     tasks = [Task(cell.name, shadow) for shadow in range(args.shadows) for cell in cells]
+    store.subfolder(folder, "work")
     with _progress(len(tasks)) as on_done:
         run_processes(folder, tasks, _command(args, folder), jobs=args.jobs, on_done=on_done)
     results = {cell.name: read_results(folder, cell.name, design) for cell in cells}
@@ -66,7 +67,9 @@ def publish(path: str | None, found: Mapping[str, Any]) -> None:
 def _plan(args: argparse.Namespace, settings: Mapping[str, Any], cells: Sequence[Cell], folder: Path) -> Design:
     """The audit's design: drawn and kept, or read where the audit goes on."""
     found = {cell.name: cell_settings(settings, cell, args.overrides) for cell in cells}
-    check_cells(found)
+    model_args, data_args, _ = check_cells(found)[cells[0].name]
+    train = Records(model_args, data_args).raw.train
+    pool, design = _draw(args, len(train))  # refused before anything is bound to it
     store.bind(
         folder,
         {
@@ -78,10 +81,7 @@ def _plan(args: argparse.Namespace, settings: Mapping[str, Any], cells: Sequence
         },
     )
     write_cells(folder, found)
-    model_args, data_args, _ = parse_cell(folder, cells[0].name, output_dir=str(folder / "unused"))
-    train = Records(model_args, data_args).raw.train
     if not (folder / PLAN).is_file():
-        pool, design = _draw(args, len(train))
         store.write_arrays(
             folder / PLAN, masks=design.masks, blocks=design.blocks, pool=pool,
             digest=np.array(records_digest(train.select(pool))),
@@ -108,7 +108,9 @@ def _draw(args: argparse.Namespace, size: int) -> tuple[np.ndarray, Design]:
         )
     rng = np.random.default_rng()
     pool = np.sort(rng.choice(size, members + outside, replace=False))
-    return pool, make_design(args.shadows, len(pool), members, rng)
+    design = make_design(args.shadows, len(pool), members, rng)
+    reports.check_design(design)
+    return pool, design
 
 
 def _command(args: argparse.Namespace, folder: Path) -> Callable[[Sequence[Task]], list[str]]:

@@ -1,0 +1,38 @@
+"""Canary runs on the tiny model of the trainer's tests."""
+
+from __future__ import annotations
+
+import numpy as np
+from datasets import Dataset
+
+from raptor_hf.audit.canaries import CanaryTrainer, Observer, draw_canaries
+from raptor_hf.audit.verdict import CanaryResult
+from tests.helpers import collate, tiny_model, tiny_records
+from tests.trainer.build import make_config
+from tests.trainer.oracle import owners
+
+# Candidates are longer than any real record, so that none is one.
+CANDIDATES = tiny_records(400, seed=77, longest=20, shortest=14)
+CANDIDATE_OWNERS = owners(CANDIDATES)
+REAL = tiny_records(40, seed=5)
+REAL_OWNERS = owners(REAL)
+EMPTY = 1
+
+
+def canary_run(canaries: int = 80, lone: int = 8, directions: str = "random", **changes) -> CanaryResult:
+    """One run with the coins of the operating system; expert `EMPTY` has canaries and no real record."""
+    real = [row for row, owner in zip(REAL, REAL_OWNERS, strict=True) if owner != EMPTY]
+    busy = [owner for owner in REAL_OWNERS if owner != EMPTY]
+    drawn = draw_canaries(CANDIDATES, CANDIDATE_OWNERS, busy, canaries, lone=lone)
+    settings = dict(
+        expected_batch_size=12, per_device_train_batch_size=64, max_steps=12, learning_rate=0.05, lora_rank=4,
+        shared_noise_multiplier=0.6, expert_noise_multiplier=2.0, target_delta=1e-5,
+    )  # fmt: skip
+    trainer = CanaryTrainer(
+        tiny_model(), make_config(**{**settings, **changes}), canaries=drawn, directions=directions,
+        train_dataset=Dataset.from_list(drawn.training_set(real)), data_collator=collate,
+    )  # fmt: skip
+    observer = Observer(trainer)
+    trainer.add_callback(observer)
+    trainer.train()
+    return CanaryResult.of(trainer, observer), trainer, observer
