@@ -18,7 +18,6 @@ from transformers import TrainerCallback
 
 from raptor_hf.audit.directions import Directions
 from raptor_hf.errors import PrivacyConfigError
-from raptor_hf.grad_sample import OuterProducts
 from raptor_hf.plan import make_streams
 from raptor_hf.privacy.noise import EntropySource
 from raptor_hf.streams import Stream
@@ -164,13 +163,13 @@ class CanaryTrainer(RaptorTrainer):
 
     def record_gradients(
         self, stream: Stream, batch: Mapping[str, torch.Tensor], owner: torch.Tensor | None
-    ) -> dict[str, Any]:
+    ) -> Mapping[str, Any]:
         """The records' gradients, with those of canaries and fillers replaced."""
         grads = super().record_gradients(stream, batch, owner)
         marks = self.canaries.marks(batch)
         if all(mark == _REAL for mark in marks):
             return grads
-        grads = {name: g.dense() if isinstance(g, OuterProducts) else g.clone() for name, g in grads.items()}
+        grads = {name: g.clone() if isinstance(g, torch.Tensor) else g.dense() for name, g in grads.items()}
         directions = self.directions(stream)
         assert stream.max_norm is not None  # a method that clips nothing has no per-sample gradients
         for row, mark in enumerate(marks):

@@ -40,23 +40,28 @@ class Directions:
     def __init__(self, stream: Stream, count: int, *, kind: str = "random", seed: int = 0):
         one_of("kind", kind, ("random", "dirac"))
         self.owned = stream.owned
-        self.shapes = {
-            name: p.shape[1:] if name in stream.owned else p.shape for name, p in stream.parameters.items()
-        }
+        self.shapes = {name: p.shape[1:] if name in stream.owned else p.shape for name, p in stream.parameters.items()}
+        # owned tensors last: canaries of different owners share all others, and must be orthogonal in those alone
+        self.shapes = dict(sorted(self.shapes.items(), key=lambda item: item[0] in stream.owned))
         self.sizes = [int(shape.numel()) for shape in self.shapes.values()]
+        owned = sum(size for size, name in zip(self.sizes, self.shapes, strict=True) if name in stream.owned)
         dimensions = sum(self.sizes)
-        if count > dimensions:
+        self.rows: torch.Tensor | None = None
+        blocks = [size for size in (dimensions - owned, owned) if size]
+        room = dimensions if kind == "dirac" else min(blocks)
+        if count > room:
             raise PrivacyConfigError(
                 f"{count} canaries were asked for",
-                f"A record's gradient in the {stream.name} stream has {dimensions} coordinates: so many directions at "
-                "most do not disturb each other",
-                f"Ask for {dimensions} or fewer, or raise `lora_rank`",
+                f"A record's gradient in the {stream.name} stream has room for {room} {kind} directions that do not "
+                "disturb each other",
+                f"Ask for {room} or fewer, or raise `lora_rank`",
             )
-        self.rows: torch.Tensor | None = None
         if kind == "dirac":
             self.places = torch.randperm(dimensions, generator=torch.Generator().manual_seed(seed))[:count]
         else:
-            self.rows = _orthonormal(dimensions, count, seed)
+            self.rows = torch.cat(
+                [_orthonormal(size, count, seed + i) * (size / dimensions) ** 0.5 for i, size in enumerate(blocks)], 1
+            )
 
     def parts(self, index: int, length: float) -> dict[str, torch.Tensor]:
         """Direction `index` as a gradient of L2 norm `length`: name -> tensor of a record's shape."""
@@ -74,9 +79,9 @@ class Directions:
         """(m,) inner products of the directions with tensors of the stream's shapes; in `owners`' slices."""
         found = np.zeros(len(owners))
         for owner in np.unique(owners) if self.owned else [0]:
-            flat = torch.cat([
-                (values[name][int(owner)] if name in self.owned else values[name]).flatten() for name in self.shapes
-            ])
+            flat = torch.cat(
+                [(values[name][int(owner)] if name in self.owned else values[name]).flatten() for name in self.shapes]
+            )
             mine = np.flatnonzero(owners == owner) if self.owned else np.arange(len(owners))
             if self.rows is None:
                 found[mine] = flat[self.places[mine]].numpy()

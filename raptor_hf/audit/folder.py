@@ -17,12 +17,13 @@ from typing import Any
 import numpy as np
 
 from raptor_hf.errors import PrivacyConfigError
+from raptor_hf.hub.contents import AUDIT
 from raptor_hf.state import read_json, write_durably
 
 __all__ = ["MARKER", "bind", "digest_of", "open_folder", "read_arrays", "write_arrays", "write_text"]
 
 # In every audit folder. `raptor-hf scrub-check` knows an audit by it.
-MARKER = "raptor_audit.json"
+MARKER = AUDIT
 
 
 def open_folder(path: str | os.PathLike) -> Path:

@@ -143,9 +143,8 @@ def public_summary(report: Mapping[str, Any]) -> dict[str, Any]:
     """
     kept = ("schema_version", "kind", "confidence", "packages", "shadows", "members", "pool", "canaries", "cells")
     found = {key: report[key] for key in kept if key in report}
-    found["runs"] = [
-        {key: run[key] for key in ("name", "claimed_epsilon", "delta", "bounds", "measured", "verdict")} for run in report.get("runs", [])
-    ]
+    shown = ("name", "claimed_epsilon", "delta", "bounds", "measured", "verdict")
+    found["runs"] = [{key: run[key] for key in shown} for run in report.get("runs", [])]
     found["note"] = (
         "Computed from private records and published by the choice of their holder; not covered by the privacy "
         "statement. An audit can refute a claimed epsilon and never prove one."

@@ -99,7 +99,7 @@ def bound_run(result: CanaryResult, confidence: float, runs: int = 1) -> dict[st
     bounds = []
     for name, claim, chosen in wanted:
         scores, coins = result.scores["expert" if name == "lone" else name][chosen], result.included[chosen]
-        row = {"name": name, "claim": result.claims[claim], "canaries": int(chosen.sum())}
+        row: dict[str, Any] = {"name": name, "claim": result.claims[claim], "canaries": int(chosen.sum())}
         if coins.all() or not coins.any():  # all coins fell alike: nothing can be told
             bounds.append({**row, "epsilon": 0.0, "guesses": 0, "correct": 0})
             continue

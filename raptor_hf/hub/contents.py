@@ -21,6 +21,7 @@ __all__ = ["ADAPTER_CONFIG", "CARD", "MANIFEST", "STATEMENT", "TOKENIZER_FILES",
 WEIGHTS, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 STATEMENT, CARD, MANIFEST = "privacy.json", "README.md", "release.json"
 STATE = "raptor_state.json"  # beside a saved adapter, never in a release
+AUDIT = "raptor_audit.json"  # in the private folder of an audit (`raptor_hf.audit`), never in a release
 TOKENIZER_FILES = frozenset({
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
     "vocab.txt", "merges.txt", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "chat_template.jinja",

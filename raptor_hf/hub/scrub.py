@@ -86,6 +86,8 @@ def scrub_check(directory: str | os.PathLike) -> list[Leak]:
 def _judge(root: Path, path: Path, names: tuple[str, ...]) -> Leak:
     name = path.relative_to(root).as_posix()
     severity, what = _by_name(path.name, Path(name).parent.parts)
+    if _in_audit(root, path):
+        severity, what = "high", "part of a privacy audit: which records were members, and how models fit each of them"
     inside = list(_inside(path, names))
     if inside:
         severity, what = "high", "; ".join([*([what] if severity != "none" else []), *inside])
@@ -94,6 +96,12 @@ def _judge(root: Path, path: Path, names: tuple[str, ...]) -> Leak:
         "low": "Leave it out, or look at it first",
     }.get(severity, "Never upload it; `export_release` leaves it out")
     return Leak(name, severity, what, instead)
+
+
+def _in_audit(root: Path, path: Path) -> bool:
+    """Whether the file lies in an audit's folder, at any depth."""
+    below = [root, *(root / parent for parent in path.relative_to(root).parents)]
+    return any((folder / contents.AUDIT).is_file() for folder in below)
 
 
 def _by_name(name: str, parents: tuple[str, ...]) -> tuple[str, str]:

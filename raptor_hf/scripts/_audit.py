@@ -69,7 +69,8 @@ def cells_of(settings: Mapping[str, Any], methods: Sequence[str], epsilons: Sequ
         if not private:
             cells.append(Cell(method, method, None, ()))
             continue
-        for epsilon in epsilons or [None]:
+        budgets: Sequence[float | None] = epsilons or [None]
+        for epsilon in budgets:
             name = method if epsilon is None else f"{method}-eps{epsilon:g}"
             cells.append(Cell(name, method, epsilon, ()))
     if len({cell.name for cell in cells}) != len(cells):
@@ -113,7 +114,7 @@ def write_cells(folder: Path, found: Mapping[str, Mapping[str, Any]]) -> None:
 
 
 def check_cells(found: Mapping[str, Mapping[str, Any]]) -> dict[str, tuple[Any, Any, RaptorConfig]]:
-    """The arguments of each cell; what the training command would refuse is refused here, before anything is written."""
+    """The arguments of each cell; what the training command would refuse is refused here, before anything is kept."""
     with tempfile.TemporaryDirectory() as scratch:
         write_cells(Path(scratch), found)
         return {name: parse_cell(Path(scratch), name, output_dir=str(Path(scratch) / "unused")) for name in found}

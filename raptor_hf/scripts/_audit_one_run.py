@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import numpy as np
 
 from raptor_hf.audit import folder as store
 from raptor_hf.audit import report as reports
-from raptor_hf.audit.canaries import Canaries, CanaryTrainer, Observer, canary_scores, draw_canaries
+from raptor_hf.audit.canaries import CanaryTrainer, Observer, draw_canaries
 from raptor_hf.audit.verdict import CanaryResult, bound_run, one_run_markdown
 from raptor_hf.errors import PrivacyConfigError
 from raptor_hf.methods import METHODS
@@ -184,7 +183,7 @@ def _candidates(tokenizer: Any, count: int, like: Mapping[str, Any]) -> list[dic
     found: dict[tuple, dict[str, Any]] = {}
     while len(found) < count:
         tokens = rng.choice(ids, int(rng.integers(*_LENGTH))).tolist()
-        row = {name: [0] * len(tokens) for name, value in like.items() if isinstance(value, list)}
+        row: dict[str, Any] = {name: [0] * len(tokens) for name, value in like.items() if isinstance(value, list)}
         row.update(input_ids=tokens, attention_mask=[1] * len(tokens), labels=int(rng.integers(2)))
         found[tuple(tokens)] = row
     return list(found.values())

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-import numpy as np
+import contextlib
+import os
+
 from datasets import Dataset
 
 from raptor_hf.audit.canaries import CanaryTrainer, Observer, draw_canaries
@@ -19,14 +21,17 @@ REAL_OWNERS = owners(REAL)
 EMPTY = 1
 
 
-def canary_run(canaries: int = 80, lone: int = 8, directions: str = "random", **changes) -> CanaryResult:
-    """One run with the coins of the operating system; expert `EMPTY` has canaries and no real record."""
+def observed_run(canaries: int = 200, lone: int = 8, directions: str = "random", **changes):
+    """One run with the coins of the operating system; expert `EMPTY` has canaries and no real record.
+
+    By default it claims an epsilon of about 2: small enough that 200 canaries can refute it.
+    """
     real = [row for row, owner in zip(REAL, REAL_OWNERS, strict=True) if owner != EMPTY]
     busy = [owner for owner in REAL_OWNERS if owner != EMPTY]
     drawn = draw_canaries(CANDIDATES, CANDIDATE_OWNERS, busy, canaries, lone=lone)
     settings = dict(
-        expected_batch_size=12, per_device_train_batch_size=64, max_steps=12, learning_rate=0.05, lora_rank=4,
-        shared_noise_multiplier=0.6, expert_noise_multiplier=2.0, target_delta=1e-5,
+        expected_batch_size=60, per_device_train_batch_size=64, max_steps=16, learning_rate=0.05, lora_rank=4,
+        shared_noise_multiplier=2.5, expert_noise_multiplier=6.0, target_delta=1e-5,
     )  # fmt: skip
     trainer = CanaryTrainer(
         tiny_model(), make_config(**{**settings, **changes}), canaries=drawn, directions=directions,
@@ -34,5 +39,11 @@ def canary_run(canaries: int = 80, lone: int = 8, directions: str = "random", **
     )  # fmt: skip
     observer = Observer(trainer)
     trainer.add_callback(observer)
-    trainer.train()
+    with contextlib.redirect_stdout(open(os.devnull, "w")):
+        trainer.train()
     return CanaryResult.of(trainer, observer), trainer, observer
+
+
+def canary_run(**changes) -> CanaryResult:
+    """The result of `observed_run`."""
+    return observed_run(**changes)[0]
