@@ -18,7 +18,15 @@ from raptor_hf.audit.lira import lira_online
 from raptor_hf.audit.roc import roc_curve, summarise_attack
 from raptor_hf.audit.shadows import Cell, Design, ShadowResults
 
-__all__ = ["attack_cell", "check_design", "membership_markdown", "public_summary", "spread", "write_report"]
+__all__ = [
+    "attack_cell",
+    "check_design",
+    "largest_auc",
+    "membership_markdown",
+    "public_summary",
+    "spread",
+    "write_report",
+]
 
 SCHEMA_VERSION = 1
 RATES = (0.001, 0.01)
@@ -66,6 +74,20 @@ def check_design(design: Design) -> None:
         lira_online(noise[target], noise[others], design.masks[others])
 
 
+def largest_auc(epsilon: float | None, delta: float) -> float:
+    """The largest AUC of any attack on an (epsilon, delta)-DP model; 1 without a claim.
+
+    TPR <= e^eps FPR + delta and, by the other direction, TPR <= 1 - e^-eps (1 - delta - FPR), for every threshold; the
+    area under the smaller of both. Averages over records obey it too.
+    """
+    if epsilon is None or math.isinf(epsilon):
+        return 1.0
+    # the two lines cross at this false positive rate; beyond 1 - delta everything is allowed
+    cross = (1 - delta) / (1 + math.exp(epsilon))
+    top = 1 - cross
+    return cross * (delta + top) / 2 + (1 - delta - cross) * (top + 1) / 2 + delta
+
+
 def attack_cell(cell: Cell, found: ShadowResults, design: Design, confidence: float) -> dict[str, Any]:
     """The figures of one line of the table: means over the attacked shadows, with intervals over the blocks."""
     row: dict[str, Any] = {
@@ -74,6 +96,7 @@ def attack_cell(cell: Cell, found: ShadowResults, design: Design, confidence: fl
         "target_epsilon": cell.epsilon,
         "epsilon": None if np.isinf(found.epsilons).any() else float(found.epsilons.max()),
         "delta": float(found.deltas.max()),
+        "largest_auc": largest_auc(float(found.epsilons.max()), float(found.deltas.max())),
         "accuracy": spread(found.accuracies, design.blocks, confidence),
         "seconds": float(found.seconds.mean()),
         "attacks": {},
@@ -115,16 +138,16 @@ def membership_markdown(report: Mapping[str, Any]) -> str:
         f"with {report['confidence']:.0%} Student intervals over {report['blocks']} independent blocks. Chance is an "
         "AUC of 0.5 and a TPR equal to the FPR.",
         "",
-        "| method | epsilon | accuracy % | loss AUC | loss TPR % @0.1% FPR | LiRA AUC | LiRA TPR % @0.1% FPR "
-        "| loss TPR % @1% FPR | LiRA TPR % @1% FPR |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| method | epsilon | largest AUC it allows | accuracy % | loss AUC | loss TPR % @0.1% FPR "
+        "| LiRA AUC | LiRA TPR % @0.1% FPR | loss TPR % @1% FPR | LiRA TPR % @1% FPR |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row in report["cells"]:
         loss, lira = row["attacks"]["loss"], row["attacks"]["lira"]
         epsilon = "inf" if row["epsilon"] is None else f"{row['epsilon']:.3g} (delta {row['delta']:.2g})"
         lines.append(
-            f"| {row['method']} | {epsilon} | {_percent(row['accuracy'])} | {_plain(loss['auc'])} "
-            f"| {_percent(loss['tpr_at_fpr_0.001'])} | {_plain(lira['auc'])} | {_percent(lira['tpr_at_fpr_0.001'])} "
+            f"| {row['method']} | {epsilon} | {row['largest_auc']:.3f} | {_percent(row['accuracy'])} "
+            f"| {_plain(loss['auc'])} | {_percent(loss['tpr_at_fpr_0.001'])} | {_plain(lira['auc'])} | {_percent(lira['tpr_at_fpr_0.001'])} "
             f"| {_percent(loss['tpr_at_fpr_0.01'])} | {_percent(lira['tpr_at_fpr_0.01'])} |"
         )
     lines += [

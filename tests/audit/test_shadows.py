@@ -89,7 +89,7 @@ def test_the_tables_and_the_summary():
     cells = [attack_cell(Cell("raptor-eps2", "raptor", 2.0, ()), found, design, 0.95)]
     report = {"shadows": 6, "members": 30, "pool": 60, "blocks": 3, "confidence": 0.95, "cells": cells, "kind": "lira"}
     text = membership_markdown(report)
-    assert "| raptor | 2 (delta 1e-05) | 75.00 (75.00-75.00) |" in text and "LiRA TPR % @0.1% FPR" in text
+    assert "| raptor | 2 (delta 1e-05) | 0.881 | 75.00 (75.00-75.00) |" in text and "LiRA TPR % @0.1% FPR" in text
     summary = public_summary(report)
     assert summary["cells"] == cells and "not covered" in summary["note"]
     numbers = str(summary)
