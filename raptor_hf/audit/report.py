@@ -145,11 +145,19 @@ def membership_markdown(report: Mapping[str, Any]) -> str:
     for row in report["cells"]:
         loss, lira = row["attacks"]["loss"], row["attacks"]["lira"]
         epsilon = "inf" if row["epsilon"] is None else f"{row['epsilon']:.3g} (delta {row['delta']:.2g})"
-        lines.append(
-            f"| {row['method']} | {epsilon} | {row['largest_auc']:.3f} | {_percent(row['accuracy'])} "
-            f"| {_plain(loss['auc'])} | {_percent(loss['tpr_at_fpr_0.001'])} | {_plain(lira['auc'])} | {_percent(lira['tpr_at_fpr_0.001'])} "
-            f"| {_percent(loss['tpr_at_fpr_0.01'])} | {_percent(lira['tpr_at_fpr_0.01'])} |"
-        )
+        columns = [
+            row["method"],
+            epsilon,
+            f"{row['largest_auc']:.3f}",
+            _percent(row["accuracy"]),
+            _plain(loss["auc"]),
+            _percent(loss["tpr_at_fpr_0.001"]),
+            _plain(lira["auc"]),
+            _percent(lira["tpr_at_fpr_0.001"]),
+            _percent(loss["tpr_at_fpr_0.01"]),
+            _percent(lira["tpr_at_fpr_0.01"]),
+        ]
+        lines.append(f"| {' | '.join(columns)} |")
     lines += [
         "",
         "An attack that fails proves nothing: this is an illustration, and the guarantee is the accountant's. These "
