@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from scipy import stats
 
+from raptor_hf.analysis.plots import plot_roc
 from raptor_hf.audit.attacks import loss_attack
 from raptor_hf.audit.folder import close_permissions, write_text
 from raptor_hf.audit.lira import lira_online
@@ -30,6 +31,7 @@ __all__ = [
 
 SCHEMA_VERSION = 1
 RATES = (0.001, 0.01)
+_ATTACKS = {"loss": "loss", "lira": "LiRA"}
 _PACKAGES = ("raptor-hf", "torch", "transformers", "peft", "numpy", "scipy")
 
 
@@ -192,22 +194,10 @@ def write_report(folder: Path, report: Mapping[str, Any], markdown: str) -> None
 
 def plot(folder: Path, cells: Sequence[Cell], results: Mapping[str, ShadowResults], design: Design) -> None:
     """`roc.png`: both attacks on all shadows of every cell, on logarithmic axes from 1e-4."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(10, 4.8), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.subplots(1, 2, sharey=True)
-    for axis, name in zip(axes, ("loss", "lira"), strict=True):
-        for cell in cells:
-            scores = attack_scores(results[cell.name], design)[name]
+    curves = {}
+    for cell in cells:
+        for name, scores in attack_scores(results[cell.name], design).items():
             roc = roc_curve(scores.ravel(), design.masks.ravel())
-            axis.plot(np.maximum(roc.fpr, 1e-4), np.maximum(roc.tpr, 1e-4), label=cell.name, drawstyle="steps-post")
-        axis.plot([1e-4, 1], [1e-4, 1], color="grey", linestyle="--", linewidth=1, label="chance")
-        axis.set(xscale="log", yscale="log", xlim=(1e-4, 1), ylim=(1e-4, 1), xlabel="false positive rate")
-        axis.set_title({"loss": "loss threshold", "lira": "LiRA"}[name])
-        axis.grid(alpha=0.3)
-    axes[0].set_ylabel("true positive rate")
-    axes[1].legend(loc="lower right")
-    figure.savefig(folder / "roc.png", dpi=150)
+            curves[f"{cell.name}, {_ATTACKS[name]}"] = (roc.fpr, roc.tpr)
+    plot_roc(curves, folder / "roc.png", lowest=1e-4)
     close_permissions(folder)
