@@ -100,6 +100,9 @@ def bound_run(result: CanaryResult, confidence: float, runs: int = 1) -> dict[st
     for name, claim, chosen in wanted:
         scores, coins = result.scores["expert" if name == "lone" else name][chosen], result.included[chosen]
         row: dict[str, Any] = {"name": name, "claim": result.claims[claim], "canaries": int(chosen.sum())}
+        if coins.all() or not coins.any():  # all coins fell alike: nothing can be told
+            bounds.append({**row, "epsilon": 0.0, "guesses": 0, "correct": 0})
+            continue
         found = one_run_audit(scores, coins, delta=result.delta, confidence=level)
         bounds.append({**row, "epsilon": found.epsilon, "guesses": found.guesses, "correct": found.correct})
     exceeded = [f"bound ({row['name']})" for row in bounds if row["epsilon"] > row["claim"]]
