@@ -191,12 +191,18 @@ class Observer(TrainerCallback):
     Attributes:
         seen: stream -> (T, m) float64. Entry (t, i) is the release of cycle t times denominator / C, along canary i:
             noise of standard deviation sigma, plus 1 where the canary was drawn.
+        lone: (T, m) the same in an expert without real records, along all m directions: those of its own canaries
+            carry them, all others nothing but noise. Empty where there is no such expert.
+        lone_owner: that expert.
     """
 
     def __init__(self, trainer: CanaryTrainer):
         self.trainer = trainer
         self.streams: dict[str, Stream] = {}
         self.seen: dict[str, list[np.ndarray]] = {}
+        self.lone: list[np.ndarray] = []
+        alone = trainer.canaries.owners[trainer.canaries.lone]
+        self.lone_owner = int(np.bincount(alone).argmax()) if len(alone) else None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         assert self.trainer.ledger is not None  # training has begun
@@ -219,7 +225,10 @@ class Observer(TrainerCallback):
                 * (stream.denominators[key] / (self._rate(p) * stream.max_norm))
                 for key, p in stream.parameters.items()
             }
-            self.seen[name].append(self.trainer.directions(stream).project(released, canaries.owners))
+            directions = self.trainer.directions(stream)
+            self.seen[name].append(directions.project(released, canaries.owners))
+            if self.lone_owner is not None and stream.owned == set(stream.parameters):
+                self.lone.append(directions.project(released, np.full(len(canaries.owners), self.lone_owner)))
         self._last = now
 
     def _rate(self, parameter: torch.nn.Parameter) -> float:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from scipy import stats
 
-__all__ = ["ALARM", "Measured", "measure"]
+__all__ = ["ALARM", "Measured", "measure", "repetition"]
 
 # A correct trainer gives a smaller tail probability than this once in a million such tests.
 ALARM = 1e-6
@@ -65,3 +65,16 @@ def measure(seen: np.ndarray, included: np.ndarray, noise_multiplier: float, sam
         freedom = min(len(mine), len(away)) - 1
         shift_tail = float(stats.t.sf((shift - 1) / max(min(error, claimed), 1e-300), freedom))
     return Measured(noise, noise_tail, shift, shift_tail)
+
+
+def repetition(one: np.ndarray, two: np.ndarray) -> float:
+    """Probability that independent standard normal noise correlates as much as `one` and `two` do.
+
+    Args:
+        one, two: (T, m) noise over its stated standard deviation, in the same directions; as many rows as both have
+            are compared. Columns of zeros count for nothing.
+    """
+    rows = min(len(one), len(two))
+    products = one[:rows] * two[:rows]
+    used = int(np.count_nonzero(products))
+    return float(2 * stats.norm.sf(abs(products.sum()) / math.sqrt(used))) if used else 1.0

@@ -12,7 +12,7 @@ import numpy as np
 
 from raptor_hf.audit.canaries import CanaryTrainer, Observer, canary_scores
 from raptor_hf.audit.folder import read_arrays, write_arrays
-from raptor_hf.audit.measured import ALARM, Measured, measure
+from raptor_hf.audit.measured import ALARM, Measured, measure, repetition
 from raptor_hf.audit.one_run import one_run_audit
 from raptor_hf.privacy.accounting import Mechanism, compute_epsilon
 
@@ -27,6 +27,8 @@ class CanaryResult:
         included: (m,) bool. lone: (m,) bool. scores: name -> (m,) (see `canary_scores`).
         claims: name -> claimed epsilon at delta: "joint" as in the privacy statement, each stream's own beside it.
         measured: stream (or "lone", in the expert stream) -> noise and sensitivity along the canaries.
+        quiet: (T, m) the releases in the lone expert over sigma, zero along the canaries planted there: noise alone,
+            in the same directions in every run. (0, m) without such an expert.
     """
 
     included: np.ndarray
@@ -35,6 +37,7 @@ class CanaryResult:
     claims: dict[str, float]
     delta: float
     measured: dict[str, Measured]
+    quiet: np.ndarray
 
     @classmethod
     def of(cls, trainer: CanaryTrainer, observer: Observer) -> CanaryResult:
@@ -49,23 +52,26 @@ class CanaryResult:
                 claims[name] = math.inf
         rate = next(iter(statement.streams.values())).sample_rate
         canaries = trainer.canaries
-        measured = {}
+        measured, quiet = {}, np.zeros((0, len(canaries.included)))
         for name, rows in observer.seen.items():
             sigma = observer.streams[name].noise_multiplier
             if sigma:
                 measured[name] = measure(np.stack(rows), canaries.included, sigma, rate)
-                if name == "expert" and canaries.lone.any():
-                    chosen = canaries.lone
-                    measured["lone"] = measure(np.stack(rows)[:, chosen], canaries.included[chosen], sigma, rate)
+                if name == "expert" and observer.lone:
+                    here = canaries.included & (canaries.owners == observer.lone_owner)
+                    measured["lone"] = measure(np.stack(observer.lone), here, sigma, rate)
+                    quiet = np.stack(observer.lone) / sigma * ~here
         scores = canary_scores(observer, rate)
-        return cls(canaries.included, canaries.lone, scores, claims, statement.delta, measured)
+        return cls(canaries.included, canaries.lone, scores, claims, statement.delta, measured, quiet)
 
     def save(self, path: Path) -> None:
         """Write it, readable by its owner alone."""
         named = {f"score_{name}": value for name, value in self.scores.items()}
         named |= {f"claim_{name}": np.float64(value) for name, value in self.claims.items()}
         named |= {f"measured_{name}": np.array(astuple(value)) for name, value in self.measured.items()}
-        write_arrays(path, included=self.included, lone=self.lone, delta=np.float64(self.delta), **named)
+        write_arrays(
+            path, included=self.included, lone=self.lone, quiet=self.quiet, delta=np.float64(self.delta), **named
+        )
 
     @classmethod
     def load(cls, path: Path) -> CanaryResult:
@@ -77,14 +83,18 @@ class CanaryResult:
 
         claims = {name: float(value) for name, value in under("claim_").items()}
         measured = {name: Measured(*map(float, value)) for name, value in under("measured_").items()}
-        return cls(found["included"], found["lone"], under("score_"), claims, float(found["delta"]), measured)
+        delta, quiet = float(found["delta"]), found["quiet"]
+        return cls(found["included"], found["lone"], under("score_"), claims, delta, measured, quiet)
 
 
-def bound_run(result: CanaryResult, confidence: float, runs: int = 1) -> dict[str, Any]:
+def bound_run(
+    result: CanaryResult, confidence: float, runs: int = 1, others: Sequence[CanaryResult] = ()
+) -> dict[str, Any]:
     """Lower bounds on epsilon by the whole run, by each stream, and by the canaries alone in an expert.
 
     Args:
         confidence: that *none* of the bounds of `runs` runs is above the true epsilon: shared out by Bonferroni.
+        others: further runs, with the same `args.seed`: their noise must not be this run's.
 
     Returns:
         `bounds`: rows of name, claim, epsilon, guesses, correct; `measured`: rows of stream, noise, shift and their
@@ -110,6 +120,10 @@ def bound_run(result: CanaryResult, confidence: float, runs: int = 1) -> dict[st
     for name, value in result.measured.items():
         alarms += [f"too little noise ({name})"] if value.noise_tail < ALARM else []
         alarms += [f"a record counts for more than its norm ({name})"] if value.shift_tail < ALARM else []
+    if repetition(result.quiet[:-1], result.quiet[1:]) < ALARM:
+        alarms.append("the noise of one cycle is in the next")
+    if any(repetition(result.quiet, other.quiet) < ALARM for other in others):
+        alarms.append("the noise is that of another run with the same seed")
     return {
         "claimed_epsilon": result.claims["joint"],
         "delta": result.delta,

@@ -28,6 +28,8 @@ _PLAIN_SGD = {
 _DROPPED = ("expert_learning_rate", "optim_args", "warmup_ratio", "lr_scheduler_kwargs", "optim_target_modules")
 # The bound loses 2 m delta: n^-1.1 of a few thousand records is too large to audit with hundreds of canaries.
 _DELTA = 1e-5
+# The same in every run, on purpose: noise that came from it would be the same too, and found.
+_SEED = 10_000
 _CANDIDATES, _LENGTH = 4, (8, 24)
 
 
@@ -64,10 +66,9 @@ def run(args: argparse.Namespace, settings: Mapping[str, Any]) -> int:
     for cell in cells:
         audit = _Audit(args, folder, cell.name)
         results = [audit.result(number) for number in range(args.runs)]
-        rows += [
-            {"name": cell.name, "method": cell.method, **bound_run(one, args.confidence, args.runs * len(cells))}
-            for one in results
-        ]
+        for number, one in enumerate(results):
+            verdict = bound_run(one, args.confidence, args.runs * len(cells), others=results[:number])
+            rows.append({"name": cell.name, "method": cell.method, **verdict})
     report = {
         "schema_version": reports.SCHEMA_VERSION,
         "kind": "one-run",
@@ -148,9 +149,7 @@ class _Audit:
             self._prepared = self._prepare()
         data, real, mine, made, whose, layer = self._prepared
         output = self.folder / "work" / f"{self.cell}-{number}"
-        _, _, args = parse_cell(
-            self.folder, self.cell, output_dir=str(output), protected_layer=layer, seed=10_000 + number
-        )
+        _, _, args = parse_cell(self.folder, self.cell, output_dir=str(output), protected_layer=layer, seed=_SEED)
         set_seed(args.seed)
         model, tokenizer = data.model()
         canaries = draw_canaries(made, whose, mine, self.options.canaries, lone=self.options.lone_canaries)

@@ -11,7 +11,7 @@ from scipy import stats
 from raptor_hf import PrivacyConfigError, RaptorTrainer
 from raptor_hf.audit.canaries import CanaryTrainer, Observer, draw_canaries, log_likelihood_ratio
 from raptor_hf.audit.directions import Directions
-from raptor_hf.audit.measured import measure
+from raptor_hf.audit.measured import measure, repetition
 from raptor_hf.audit.verdict import CanaryResult, bound_run, one_run_markdown
 from raptor_hf.streams import Stream
 from tests.audit.canary_runs import CANDIDATE_OWNERS, CANDIDATES, EMPTY, canary_run, observed_run
@@ -142,6 +142,15 @@ def test_the_likelihood_ratio_is_that_of_a_subsampled_gaussian():
     assert np.allclose(log_likelihood_ratio(seen, sigma, p), expected)
     assert np.isfinite(log_likelihood_ratio(seen, sigma, 1.0)).all()
     assert np.isfinite(log_likelihood_ratio(np.full((1, 1), 300.0), 0.01, 0.1)).all()
+
+
+def test_repeated_noise_is_told_from_fresh_noise():
+    rng = np.random.default_rng(8)
+    one, two = rng.normal(size=(10, 50)), rng.normal(size=(12, 50))
+    assert repetition(one, two) > 1e-6 and repetition(one, two + 0.5 * np.vstack([one, one[:2]])) < 1e-6
+    assert repetition(np.zeros((0, 50)), two) == 1.0
+    pvalues = [repetition(rng.normal(size=(5, 40)), rng.normal(size=(5, 40))) for _ in range(300)]
+    assert stats.kstest(pvalues, "uniform").pvalue > 1e-6
 
 
 @pytest.mark.parametrize("sigma", [0.5, 4.0])

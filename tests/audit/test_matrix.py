@@ -16,6 +16,9 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 FOUND = (
     "Noise divided by the batch size twice",
     "Noise of half the scale",
+    "No noise on an expert without records",
+    "The same noise at every step",
+    "Noise from the global generator, seeded by `args.seed`",
     "No clipping",
     "Clipping by the largest entry instead of the Euclidean norm",
 )
