@@ -29,3 +29,13 @@ def exact_norms(monkeypatch):
     from tests.helpers import exact_norm
 
     monkeypatch.setattr(SwitchTransformersLayerNorm, "forward", exact_norm)
+
+
+@pytest.fixture
+def float64(monkeypatch):
+    """Every cast to float32 inside the shipped models (norms, routers, rotary tables) becomes one to float64."""
+    import torch
+
+    monkeypatch.setattr(torch, "float32", torch.float64)
+    monkeypatch.setattr(torch, "float", torch.float64)
+    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
 from collections.abc import Mapping, Sequence
 
 import torch
 from torch import nn
 from torch.func import functional_call
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PreTrainedModel,
+)
+from transformers.modeling_layers import GenericForSequenceClassification
 
 import raptor_hf.models  # noqa: F401 (registers classifiers)
 from raptor_hf.moe.families import FUSED
@@ -55,6 +64,70 @@ SETTINGS: dict[str, dict] = {
     # a wide threshold, so that gates of two experts are in use
     "phimoe": dict(num_local_experts=EXPERTS, input_jitter_noise=0.1, router_jitter_noise=0.4),
 }  # fmt: skip
+ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+LINEAR = dict(
+    layer_types=["linear_attention", "full_attention", "linear_attention"], linear_num_key_heads=2,
+    linear_num_value_heads=2, linear_key_head_dim=8, linear_value_head_dim=8,
+)  # fmt: skip
+# Every name that one of the families told by structure has for one of these sizes; the others ignore it.
+ANY = dict(
+    num_experts=EXPERTS, num_local_experts=EXPERTS, n_routed_experts=EXPERTS, moe_num_experts=EXPERTS, n_group=1,
+    moe_k=TOP_K, moe_topk=TOP_K, num_shared_experts=1, n_shared_experts=1, moe_num_shared_experts=1,
+    shared_expert_intermediate_size=12, shared_intermediate_size=12, moe_shared_expert_intermediate_size=12,
+    first_k_dense_replace=1, num_dense_layers=1, first_k_dense=1, topk_group=1, decoder_sparse_step=1,
+    routed_scaling_factor=1.7, q_lora_rank=8, kv_lora_rank=8, qk_rope_head_dim=4, qk_nope_head_dim=4, v_head_dim=8,
+)  # fmt: skip
+# Model types told by structure alone.
+TOLD: dict[str, dict] = {
+    "afmoe": {},
+    "axk1": dict(head_dim=4),
+    "axk2": {},
+    "bailing_hybrid": dict(layer_types=LINEAR["layer_types"]),
+    "beam": dict(mlp_layer_types=["dense", "sparse", "sparse"], n_group=2),
+    "cohere2_moe": {},
+    "deepseek_v32": {},
+    "dots3_note_text": {},
+    "exaone_moe": {},
+    "flint": {},
+    "glm4_moe_lite": {},
+    "glm4v_moe_text": dict(rope_parameters={**ROPE, "mrope_section": [1, 1, 2], "partial_rotary_factor": 1.0}),
+    "glm_moe_dsa": {},
+    "granitemoe_swa": {},
+    "granitemoehybrid": dict(
+        mamba_n_heads=4, mamba_expand=2, mamba_d_head=8, mamba_d_state=4, layer_types=["mamba", "attention", "mamba"]
+    ),
+    "hy_v3": {},
+    "hy_v4": {},
+    "hy_v4_vl_text": dict(rope_parameters={**ROPE, "mrope_section": [1, 1, 0]}),
+    "inkling_text": {},
+    "inkling2_text": {},
+    "inkling2_loop_text": {},
+    "jamba": dict(
+        attn_layer_period=2, attn_layer_offset=1, expert_layer_period=1, expert_layer_offset=0, mamba_d_state=4,
+        mamba_dt_rank=4, use_mamba_kernels=False,
+    ),
+    "kimi_linear": dict(
+        layer_types=LINEAR["layer_types"], linear_head_dim=8, linear_num_heads=2,
+        mlp_layer_types=["dense", "sparse", "sparse"],
+    ),
+    "kolibri1": {},
+    "laguna": {},
+    "lara_mini": LINEAR,
+    "lfm2_moe": dict(layer_types=["conv", "full_attention", "conv"], rope_parameters=ROPE),
+    "mellum": {},
+    "minimax_m2": {},
+    "minimax_m3_vl_text": {},
+    "mistral4": {},
+    "nemotron_h": dict(
+        layers_block_type=["attention", "moe", "mamba", "moe"], mamba_num_heads=4, mamba_head_dim=8, ssm_state_size=4,
+        n_groups=2, num_hidden_layers=4, moe_latent_size=None,
+    ),
+    "qwen3_5_moe_text": LINEAR,
+    "qwen3_next": LINEAR,
+    "qwen3_omni_moe_text": {},
+    "solar_open": {},
+    "unlimited_ocr_text": dict(mlp_layer_types=["dense", "sparse", "sparse"]),
+}  # fmt: skip
 # `transformers` has no head at all for the language model of DeepSeek-OCR 2: it is a part of other models
 FAMILIES = sorted(set(SETTINGS) - {"deepseek_ocr2_text"})
 # the language model of Qwen3-VL-MoE has an LM head only inside the model of both media
@@ -64,6 +137,30 @@ FLOAT64 = torch.float64
 
 def config_of(family: str, **changes):
     return AutoConfig.for_model(family, **{**COMMON, **SETTINGS[family], **changes})
+
+
+def told(family: str, dtype: torch.dtype = torch.float32) -> nn.Module:
+    """A stock classifier of a model type that structure alone tells, with a generic head where it has none."""
+    config = AutoConfig.for_model(family, **{**COMMON, **ANY, **TOLD[family]})
+    module = importlib.import_module(type(config).__module__.replace("configuration", "modeling"))
+    models = [
+        c for n, c in vars(module).items()
+        if inspect.isclass(c) and c.__module__ == module.__name__ and issubclass(c, PreTrainedModel)
+        and n.endswith("Model") and "PreTrained" not in n and getattr(c, "config_class", 0) is type(config)
+    ]  # fmt: skip
+    AutoModel.register(type(config), models[0], exist_ok=True)
+    if type(config) in AutoModelForSequenceClassification._model_mapping:
+        made = AutoModelForSequenceClassification._model_mapping[type(config)]
+    else:
+        parent = next(c for c in models[0].__mro__[1:] if issubclass(c, PreTrainedModel))
+        made = type("ToldForSequenceClassification", (GenericForSequenceClassification, parent), {
+            "config_class": type(config), "accepts_loss_kwargs": False,
+        })  # fmt: skip
+    model = made._from_config(config, attn_implementation="eager")
+    for part in model.modules():
+        if hasattr(getattr(part, "config", None), "_experts_implementation"):
+            part.config._experts_implementation = "eager"
+    return spread(model).to(dtype).eval()
 
 
 def spread(model: nn.Module, seed: int = 0) -> nn.Module:
@@ -176,4 +273,45 @@ class StockLora:
         return {name: torch.stack(row) for name, row in rows.items()}
 
 
-__all__ = ["CAUSAL", "FAMILIES", "FUSED", "StockLora", "build", "collate", "config_of", "records", "shake", "spread"]
+def dispatch(model: nn.Module, item: Mapping, name: str) -> torch.Tensor:
+    """(T, E) gate weights of a *stock* model in one sparse block, as its experts are called."""
+    seen = []
+    experts = model.get_submodule(name).experts
+    handle = experts.register_forward_pre_hook(lambda _m, args: seen.append(args[1:]))
+    with torch.no_grad():
+        model(input_ids=torch.tensor([item["input_ids"]]))
+    handle.remove()
+    index, gate = seen[0]
+    table = torch.zeros(index.shape[0], EXPERTS, dtype=FLOAT64)
+    for t in range(index.shape[0]):
+        for k in range(index.shape[1]):
+            table[t, index[t, k]] += gate[t, k].double()
+    return table
+
+
+def brute_owners(model: nn.Module, items: Sequence[Mapping], name: str, rule: str) -> list[int]:
+    """Owners of records by a *stock* model, one record at a time, ties to the lowest expert."""
+    owners = []
+    for item in items:
+        table = dispatch(model, item, name)
+        table = (table > 0).double() if rule == "vote" else table / table.sum(-1, keepdim=True)
+        total = table.sum(0).tolist()
+        owners.append(max(range(EXPERTS), key=lambda e: (total[e], -e)))
+    return owners
+
+
+__all__ = [
+    "CAUSAL",
+    "FAMILIES",
+    "FUSED",
+    "TOLD",
+    "StockLora",
+    "brute_owners",
+    "build",
+    "collate",
+    "config_of",
+    "records",
+    "shake",
+    "spread",
+    "told",
+]

@@ -111,3 +111,12 @@ def brute_owner(counts: Sequence[float]) -> int:
         if count > counts[best]:
             best = index
     return best
+
+
+def assert_close(found: Mapping, expected: Mapping, tolerance: float) -> None:
+    """The same names and shapes, and values that differ by at most `tolerance` of the larger of 1 and the largest."""
+    assert set(found) == set(expected)
+    for name, value in found.items():
+        assert value.shape == expected[name].shape, name
+        scale = max(1.0, float(expected[name].abs().max()))
+        assert float((value - expected[name]).abs().max()) <= tolerance * scale, name

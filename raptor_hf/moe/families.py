@@ -114,7 +114,45 @@ for _name, (_score, _targets) in FUSED.items():
     register_moe_layout(fused_family(_name, shared_targets=_targets, score=_score, **_OPTIONS.get(_name, {})))
 
 # Model types that are told by structure alone, and that the tests go through one by one.
-STRUCTURE: tuple[str, ...] = ()
+STRUCTURE = (
+    "afmoe",
+    "axk1",
+    "axk2",
+    "bailing_hybrid",
+    "beam",
+    "cohere2_moe",
+    "deepseek_v32",
+    "dots3_note_text",
+    "exaone_moe",
+    "flint",
+    "glm4_moe_lite",
+    "glm4v_moe_text",
+    "glm_moe_dsa",
+    "granitemoe_swa",
+    "granitemoehybrid",
+    "hy_v3",
+    "hy_v4",
+    "hy_v4_vl_text",
+    "inkling2_loop_text",
+    "inkling2_text",
+    "inkling_text",
+    "jamba",
+    "kimi_linear",
+    "kolibri1",
+    "laguna",
+    "lara_mini",
+    "lfm2_moe",
+    "mellum",
+    "minimax_m2",
+    "minimax_m3_vl_text",
+    "mistral4",
+    "nemotron_h",
+    "qwen3_5_moe_text",
+    "qwen3_next",
+    "qwen3_omni_moe_text",
+    "solar_open",
+    "unlimited_ocr_text",
+)
 
 
 def _by_structure(model: nn.Module) -> MoEFamily | None:
@@ -129,8 +167,9 @@ def _by_structure(model: nn.Module) -> MoEFamily | None:
             "whole batch, so that a record with a wrong count shifts what its neighbours see",
             f"Use its language model alone (model type {model.config.get_text_config().model_type!r})",
         )
-    linears = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-    targets = tuple(name for name in dict.fromkeys((*ATTENTION, *MLA)) if name in linears)
+    linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    usual = dict.fromkeys((*ATTENTION, *MLA, *(f"{name}.linear" for name in ATTENTION)))
+    targets = tuple(target for target in usual if any(name.endswith(f".{target}") for name in linears))
     return fused_family(model.config.model_type, shared_targets=targets or ATTENTION, gated=layers[0].experts.has_gate)
 
 
@@ -160,7 +199,50 @@ REFUSED = {
         "one set of experts",
         _OTHER,
     ),
+    "step3p7": (
+        "Its experts are not decorated with `use_experts_implementation`, so that what calls them cannot be told by "
+        "structure, and nothing has been tested on it",
+        _OTHER,
+    ),
+    "doge": (
+        "Its experts are rows of two embedding tables, retrieved by product keys: there are no projections that could "
+        "carry an adapter for each expert",
+        _OTHER,
+    ),
+    "deepseek_v4": (
+        "Its first sparse layers choose experts by a table of token ids, which may name one expert twice, and its "
+        "blocks need the ids beside the hidden states",
+        _OTHER,
+    ),
+    "zaya": (
+        "Its routers hand a state on from layer to layer, so that where a layer sends a token cannot be told from what "
+        "comes into the layer",
+        _OTHER,
+    ),
+    "gemma4_text": (
+        "Its experts belong to the decoder layer itself, beside a dense network, and read other hidden states than "
+        "the router does",
+        _OTHER,
+    ),
+    "muse_spark_text": (
+        "It normalises the output of every expert: the per-record kernel ends with the second projection",
+        _OTHER,
+    ),
+    "ernie4_5_vl_moe_text": (
+        "Its layers have two sets of experts, for text and for images, between which the kind of a token chooses: one "
+        "owner cannot stand for both",
+        _OTHER,
+    ),
+    "openai_privacy_filter": (
+        "It labels every token of a record, while a record's loss here is that of a class or of a language model",
+        _OTHER,
+    ),
+    "vitpose_backbone": (
+        "Its experts are chosen by the data set that a record comes from, not by a router",
+        _OTHER,
+    ),
 }
 REFUSED["llama4_text"] = REFUSED["llama4"]
+REFUSED["diffusion_gemma_text"] = REFUSED["gemma4_text"]
 for _name, (_why, _instead) in REFUSED.items():
     refuse_moe_layout(_name, _why, _instead)

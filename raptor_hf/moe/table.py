@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from raptor_hf.moe.families import FUSED, REFUSED, SWITCH
+import textwrap
+
+from raptor_hf.moe.families import FUSED, REFUSED, STRUCTURE, SWITCH
 
 __all__ = ["families_table"]
 
@@ -58,7 +60,8 @@ def families_table() -> str:
     for name, (score, layers) in FUSED.items():
         targets = ", ".join(f"`{layer}`" for layer in layers)
         text += f"| `{name}` | stacked | {_SCORES[score]} | {targets} |\n"
-    text += _STRUCTURE
+    tested = textwrap.fill(", ".join(f"`{name}`" for name in STRUCTURE), 118, break_on_hyphens=False)
+    text += _STRUCTURE.format(tested=tested)
     for name, (why, _) in REFUSED.items():
         text += f"| `{name}` | {why} |\n"
     return text + _KINDS

@@ -37,14 +37,6 @@ STRUCTURE = {
 
 
 @pytest.fixture
-def float64(monkeypatch):
-    """Every cast to float32 inside the shipped models becomes one to float64."""
-    monkeypatch.setattr(torch, "float32", FLOAT64)
-    monkeypatch.setattr(torch, "float", FLOAT64)
-    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
-
-
-@pytest.fixture
 def more(monkeypatch):
     for name, settings in STRUCTURE.items():
         monkeypatch.setitem(SETTINGS, name, settings)

@@ -13,7 +13,16 @@ from peft import LoraConfig, PeftModel
 from raptor_hf.grad_sample import ENGINES, model_loss, per_sample_gradients, residual_weighted
 from raptor_hf.moe import attach_adapters, stream_parameters
 from raptor_hf.moe.block import kernel_mode
-from tests.helpers import EXPERTS, brute_owner, collate, float64_routers, stock_dispatch, tiny_model, tiny_records
+from tests.helpers import (
+    EXPERTS,
+    assert_close,
+    brute_owner,
+    collate,
+    float64_routers,
+    stock_dispatch,
+    tiny_model,
+    tiny_records,
+)
 
 RANK, ALPHA, BLOCK = 3, 5.0, 3
 MODES = sorted(ENGINES)
@@ -88,14 +97,6 @@ class Oracle:
             if 0 in used[i]:
                 found[i] = used[i].index(0)
         return found
-
-
-def assert_close(found, expected, tolerance):
-    assert set(found) == set(expected)
-    for name, value in found.items():
-        assert value.shape == expected[name].shape, name
-        scale = max(1.0, float(expected[name].abs().max()))
-        assert float((value - expected[name]).abs().max()) <= tolerance * scale, name
 
 
 RECORDS = tiny_records(8, seed=3)

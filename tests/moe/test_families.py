@@ -20,19 +20,23 @@ from raptor_hf.moe.adapter_io import check_loaded
 from raptor_hf.moe.families import FUSED, REFUSED
 from raptor_hf.moe.fused import is_fused_experts
 from raptor_hf.trainer import RaptorTrainer
-from tests.families import EXPERTS, FAMILIES, TOP_K, StockLora, build, collate, config_of, records, shake
+from tests.families import (
+    EXPERTS,
+    FAMILIES,
+    TOP_K,
+    StockLora,
+    brute_owners,
+    build,
+    collate,
+    config_of,
+    records,
+    shake,
+)
+from tests.helpers import assert_close
 
 RANK, ALPHA = 2, 3
 ITEMS = records(6, seed=3)
 FLOAT64 = torch.float64
-
-
-@pytest.fixture
-def float64(monkeypatch):
-    """Every cast to float32 inside the shipped models (norms, routers, rotary tables) becomes one to float64."""
-    monkeypatch.setattr(torch, "float32", FLOAT64)
-    monkeypatch.setattr(torch, "float", FLOAT64)
-    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
 
 
 def adapted(family, layer="last", dtype=torch.float32, **changes):
@@ -48,40 +52,6 @@ def adapted(family, layer="last", dtype=torch.float32, **changes):
 def every_parameter(model):
     streams = stream_parameters(model)
     return {**streams["shared"], **streams["expert"]}
-
-
-def dispatch(model, item, name):
-    """(T, E) gate weights of a *stock* model in one sparse block, as its experts are called."""
-    seen = []
-    experts = model.get_submodule(name).experts
-    handle = experts.register_forward_pre_hook(lambda _m, args: seen.append(args[1:]))
-    with torch.no_grad():
-        model(input_ids=torch.tensor([item["input_ids"]]))
-    handle.remove()
-    index, gate = seen[0]
-    table = torch.zeros(index.shape[0], EXPERTS, dtype=FLOAT64)
-    for t in range(index.shape[0]):
-        for k in range(index.shape[1]):
-            table[t, index[t, k]] += gate[t, k].double()
-    return table
-
-
-def brute_owners(model, items, name, rule):
-    owners = []
-    for item in items:
-        table = dispatch(model, item, name)
-        table = (table > 0).double() if rule == "vote" else table / table.sum(-1, keepdim=True)
-        total = table.sum(0).tolist()
-        owners.append(max(range(EXPERTS), key=lambda e: (total[e], -e)))
-    return owners
-
-
-def assert_close(found, expected, tolerance):
-    assert set(found) == set(expected)
-    for name, value in found.items():
-        assert value.shape == expected[name].shape, name
-        scale = max(1.0, float(expected[name].abs().max()))
-        assert float((value - expected[name]).abs().max()) <= tolerance * scale, name
 
 
 # ------------------------------------------------------------------ structure
