@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from raptor_hf.errors import Finding, PrivacyConfigError, UnsupportedModelError
+from raptor_hf.limits import Limits, check_limits
 from raptor_hf.moe.layout import MoELayout, find_moe_layout, tied_or_shared
 from raptor_hf.moe.routing import token_mask
 from raptor_hf.moe.selection import all_among
@@ -27,10 +28,7 @@ __all__ = [
     "check_model",
     "check_processing_class",
     "check_sizes",
-    "class_count",
 ]
-
-_IGNORED_LABEL = -100  # of the loss functions of torch and transformers
 
 # As many evaluation records all standing in the training set are no coincidence of duplicates.
 _EVALUATION_SAMPLE = 100
@@ -265,16 +263,6 @@ def check_sizes(
         warnings.warn(text, stacklevel=3)
 
 
-def class_count(model: nn.Module) -> int | None:
-    """Number of classes of a model with one class label a record; None where labels are something else."""
-    config = getattr(model, "config", None)
-    names = [cls.__name__ for cls in type(model).__mro__]
-    classifier = any(name.endswith(("ForSequenceClassification", "ForImageClassification")) for name in names)
-    kind = getattr(config, "problem_type", None) or "single_label_classification"
-    count = getattr(config, "num_labels", None)
-    return count if classifier and kind == "single_label_classification" and (count or 0) > 1 else None
-
-
 def check_processing_class(processing_class: Any) -> None:
     """Refuse a tokenizer that pads on the left."""
     tokenizer = getattr(processing_class, "tokenizer", processing_class)
@@ -288,18 +276,20 @@ def check_processing_class(processing_class: Any) -> None:
 
 
 def check_batch(
-    batch: Mapping[str, Any], records: int, label_names: Sequence[str], num_labels: int | None = None
+    batch: Mapping[str, Any], records: int, label_names: Sequence[str], limits: Limits | None = None
 ) -> None:
-    """Refuse a collated batch that does not keep one row a record, pads on the left, lacks labels, or has a wrong one.
+    """Refuse a collated batch that does not keep one row a record, pads on the left, lacks labels, or holds what the
+    model cannot take.
 
     Args:
-        num_labels: classes of the model (see `class_count`); None: labels may be anything.
+        limits: of the model (see `limits_of`); None: values are not looked at.
     """
     for key, value in batch.items():
         if not isinstance(value, torch.Tensor) or value.dim() == 0 or value.shape[0] != records:
-            shape = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
+            # how many records were drawn, and how long they are, is private
+            made = "with another number of rows" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
             raise PrivacyConfigError(
-                f"The data collator made `{key}` of {shape} from {records} records",
+                f"The data collator made `{key}` {made} from some records",
                 "Per-sample gradients need exactly one row a record: packing or dropping records would clip several "
                 "people as one, or not at all",
                 "Use a collator that pads and stacks, e.g. `DataCollatorWithPadding`",
@@ -314,23 +304,8 @@ def check_batch(
             "Without labels there is no loss to differentiate",
             f"Add a `{missing[0]}` column to `train_dataset`, or name the label columns in `label_names`",
         )
-    if num_labels is not None:
-        _refuse_labels(batch, label_names, num_labels)
-
-
-def _refuse_labels(batch: Mapping[str, Any], label_names: Sequence[str], num_labels: int) -> None:
-    """Refuse class labels that the head has no output for. The label itself is private and not told."""
-    for name in label_names:
-        labels = batch[name]
-        if labels.numel() != labels.shape[0] or labels.dtype not in (torch.int64, torch.int32):
-            continue
-        if bool((((labels < 0) | (labels >= num_labels)) & (labels != _IGNORED_LABEL)).any()):
-            raise PrivacyConfigError(
-                f"A record has a class label in `{name}` outside 0 to {num_labels - 1}",
-                f"The model's head has {num_labels} outputs (`model.config.num_labels`), and no loss for another class",
-                "Number the classes from 0, and load the model with `num_labels` set to their number "
-                f"({_IGNORED_LABEL} marks a record without a label)",
-            )
+    if limits is not None:
+        check_limits(batch, label_names, limits)
 
 
 def check_evaluation(dataset: Any, records: Any, allowed: bool) -> None:

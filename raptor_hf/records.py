@@ -8,8 +8,9 @@ from typing import Any
 import torch
 
 from raptor_hf.auto import choose_from_public, needs_public
-from raptor_hf.checks import check_batch, class_count
+from raptor_hf.checks import check_batch
 from raptor_hf.distributed import from_main
+from raptor_hf.limits import Limits, check_lengths, limits_of
 from raptor_hf.methods import Method
 from raptor_hf.moe import check_disjoint
 
@@ -24,8 +25,10 @@ class RecordsMixin:
     public_dataset: Any
     data_collator: Any
     label_names: list[str]
+    processing_class: Any
     _records: Any
     _collate: Callable
+    _limits: Limits
     _method: Method
     _disjointness: str | None
     planned_cycles: Callable[[], int]
@@ -42,7 +45,10 @@ class RecordsMixin:
         """The training set without columns the model does not take, and its collator."""
         if dataset is None:
             return [], self.data_collator
-        return self._without_unused_columns(dataset, "training")
+        records, collate = self._without_unused_columns(dataset, "training")
+        self._limits = limits_of(self.model, self.processing_class)
+        check_lengths(records, self._limits, collate)
+        return records, collate
 
     def _public_records(self) -> Any:
         return self._without_unused_columns(self.public_dataset, "public")[0]
@@ -70,7 +76,7 @@ class RecordsMixin:
 
     def _checked_batch(self, records: list) -> dict:
         batch = self._collate(records)
-        check_batch(batch, len(records), self.label_names, class_count(self.model))
+        check_batch(batch, len(records), self.label_names, self._limits)
         return batch
 
     def _micro_batches(self, indices: Any, owners: torch.Tensor | None) -> Iterator[tuple[dict, torch.Tensor | None]]:

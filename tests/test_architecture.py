@@ -21,7 +21,7 @@ MAX_LINES = 420
 
 FLOORS = (
     {"errors"},
-    {"validate"},
+    {"validate", "limits"},
     {"privacy", "moe", "models", "data", "assets"},
     {"grad_sample"},
     {"checks", "probes", "methods", "arguments", "analysis", "hub"},

@@ -26,16 +26,17 @@ def model_loss(forward: Forward, record: Mapping[str, torch.Tensor]) -> torch.Te
     """The loss that the model itself computes from `labels`: for a batch of one, the record's own mean loss.
 
     Token labels (1, T) are those of a causal language model, which predicts token t + 1 at token t: the mean is over
-    the record's own labels from the second token on that are not -100. A record without any has loss zero and
-    gradient zero.
+    the record's own labels from the second token on that are not -100. A record without any, and one whose class
+    label (1,) is -100, has loss zero and gradient zero.
     """
     labels = record.get("labels")
-    if labels is None or labels.dim() != 2 or labels.is_floating_point():
+    if labels is None or labels.dim() not in (1, 2) or labels.is_floating_point():
         return _loss(forward, record)
-    if labels.shape[1] < 2:
+    if labels.dim() == 2 and labels.shape[1] < 2:
         logits = forward(**{key: value for key, value in record.items() if key != "labels"}).logits
-        return (logits * 0.0).sum()
-    supervised = (labels[:, 1:] != IGNORED).any()
+        # one token, which nothing predicts; or the class label of a classifier
+        return (logits * 0.0).sum() if logits.dim() == 3 else model_loss(forward, {**record, "labels": labels[:, 0]})
+    supervised = ((labels if labels.dim() == 1 else labels[:, 1:]) != IGNORED).any()
     # the mean over no token is NaN, and so is its gradient: such a record is given labels, and then the factor zero
     labels = torch.where(supervised, labels, torch.zeros_like(labels))
     loss = _loss(forward, {**record, "labels": labels})

@@ -144,9 +144,11 @@ def assert_refused(action, kind: type[RaptorError], *words: str) -> str:
     return str(error)
 
 
-def assert_refused_before_training(trainer, kind: type[RaptorError], *words: str) -> None:
+def assert_refused_before_training(trainer, kind: type[RaptorError], *words: str) -> str:
+    """`assert_refused` of `train`, and nothing was updated nor spent."""
     before = values(trainer.model)
-    assert_refused(trainer.train, kind, *words)
+    message = assert_refused(trainer.train, kind, *words)
     after = values(trainer.model)
     assert all(torch.equal(before[s][n], after[s][n]) for s in before for n in before[s])
     assert trainer.ledger is None or trainer.ledger.shared_steps == 0
+    return message

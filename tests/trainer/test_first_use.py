@@ -12,7 +12,8 @@ import torch
 from transformers.utils import logging
 
 from raptor_hf import PrivacyConfigError
-from raptor_hf.checks import check_batch, class_count
+from raptor_hf.checks import check_batch
+from raptor_hf.limits import Limits, class_count
 from raptor_hf.validate import large_delta
 from tests.helpers import tiny_model, tiny_records
 from tests.trainer.build import assert_refused, fix_draws, make_trainer
@@ -33,7 +34,7 @@ def test_labels_that_are_fine():
     ids = torch.ones(3, 4, dtype=torch.long)
 
     def check(labels, classes=3):
-        check_batch({"input_ids": ids, "labels": labels}, 3, ["labels"], classes)
+        check_batch({"input_ids": ids, "labels": labels}, 3, ["labels"], Limits(classes=classes))
 
     check(torch.tensor([0, 2, -100]))
     check(torch.tensor([[0], [1], [2]]))
