@@ -91,6 +91,11 @@ TOLD: dict[str, dict] = {
     "flint": {},
     "glm4_moe_lite": {},
     "glm4v_moe_text": dict(rope_parameters={**ROPE, "mrope_section": [1, 1, 2], "partial_rotary_factor": 1.0}),
+    "glm5_next_text": dict(
+        layer_types=["linear_attention", "indexed_attention", "linear_attention"], linear_head_dim=8,
+        linear_num_heads=2, mlp_layer_types=["dense", "sparse", "sparse"], qk_rope_head_dim=0, head_dim=0,
+        index_head_dim=8, index_n_heads=2, index_topk=4, index_kpool=2,
+    ),
     "glm_moe_dsa": {},
     "granitemoe_swa": {},
     "granitemoehybrid": dict(
@@ -115,6 +120,10 @@ TOLD: dict[str, dict] = {
     "lara_mini": LINEAR,
     "lfm2_moe": dict(layer_types=["conv", "full_attention", "conv"], rope_parameters=ROPE),
     "mellum": {},
+    "mimo_v2_flash": dict(
+        num_key_value_heads=1,
+        rope_parameters={key: {**ROPE, "partial_rotary_factor": 1.0} for key in ("full_attention", "sliding_attention")},
+    ),
     "minimax_m2": {},
     "minimax_m3_vl_text": {},
     "mistral4": {},
@@ -125,6 +134,11 @@ TOLD: dict[str, dict] = {
     "qwen3_5_moe_text": LINEAR,
     "qwen3_next": LINEAR,
     "qwen3_omni_moe_text": {},
+    "qwen4_exp_text": dict(
+        LINEAR, layer_types=["linear_attention", "indexed_attention", "linear_attention"], ngram_vocab_size_base=50,
+        make_ngram_vocab_size_divisible_by=1, indexer_n_heads=2, indexer_kv_heads=1, indexer_head_dim=8,
+        indexer_budget=4, indexer_compress_ratio=2,
+    ),
     "solar_open": {},
     "unlimited_ocr_text": dict(mlp_layer_types=["dense", "sparse", "sparse"]),
 }  # fmt: skip

@@ -203,25 +203,29 @@ def load_adapter(model: nn.Module, directory: str | os.PathLike) -> nn.Module:
 
 
 def check_loaded(model: nn.Module, directory: str | os.PathLike) -> None:
-    """Refuse a model into which PEFT put adapters elsewhere than the file's: exactly the intended tensors carry them.
+    """Refuse a model into which PEFT put adapters elsewhere than the file's, or with other values.
 
     Args:
         model: what `peft.PeftModel.from_pretrained(base, directory)` returned.
 
     Raises:
-        PrivacyConfigError: an adapter or a trained head sits on another tensor, or one is missing.
+        PrivacyConfigError: an adapter or a trained head sits on another tensor, is missing or has other values.
     """
-    saved = set(load_file(Path(directory) / WEIGHTS))
-    carried = set()
-    for name, _ in model.named_parameters():
+    saved = load_file(Path(directory) / WEIGHTS)
+    carried = {}
+    for name, parameter in model.named_parameters():
         if ".lora_" in name or ".modules_to_save." in name:
-            carried.add(name.replace(".default", "").replace(".modules_to_save", ""))
-    if wrong := sorted(saved ^ carried):
-        what = "is in the file and not on the model" if wrong[0] in saved else "carries an adapter that is not saved"
+            carried[name.replace(".default", "").replace(".modules_to_save", "")] = parameter.detach().cpu()
+    wrong = {name: "is in the file and not on the model" for name in saved.keys() - carried.keys()}
+    wrong.update({name: "carries an adapter that is not saved" for name in carried.keys() - saved.keys()})
+    for name in saved.keys() & carried.keys():
+        if not torch.equal(saved[name].to(carried[name].dtype), carried[name]):
+            wrong[name] = "has other values on the model than in the file"
+    if wrong:
+        name = min(wrong)
         raise PrivacyConfigError(
-            f"`{wrong[0]}` {what}",
-            "PEFT matched the adapter's targets with other tensors, and the model computes something else than what "
-            "was trained",
+            f"`{name}` {wrong[name]}",
+            "PEFT matched the adapter with other tensors, and the model computes something else than what was trained",
             "Load it with `raptor_hf.moe.load_adapter`",
         )
 

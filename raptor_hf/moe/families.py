@@ -16,7 +16,7 @@ from raptor_hf.moe.fused import ATTENTION, find_fused_layers, fused_family
 from raptor_hf.moe.layout import MoEFamily, SparseLayer, refuse_moe_layout, register_moe_layout, tell_by_structure
 from raptor_hf.moe.routing import Routing
 
-__all__ = ["FUSED", "REFUSED", "STRUCTURE", "SWITCH"]
+__all__ = ["FUSED", "HOOKS_ONLY", "REFUSED", "STRUCTURE", "SWITCH"]
 
 _BLOCK = re.compile(r"(?:^|\.)block\.(\d+)\.")
 
@@ -127,6 +127,7 @@ STRUCTURE = (
     "flint",
     "glm4_moe_lite",
     "glm4v_moe_text",
+    "glm5_next_text",
     "glm_moe_dsa",
     "granitemoe_swa",
     "granitemoehybrid",
@@ -143,6 +144,7 @@ STRUCTURE = (
     "lara_mini",
     "lfm2_moe",
     "mellum",
+    "mimo_v2_flash",
     "minimax_m2",
     "minimax_m3_vl_text",
     "mistral4",
@@ -150,9 +152,12 @@ STRUCTURE = (
     "qwen3_5_moe_text",
     "qwen3_next",
     "qwen3_omni_moe_text",
+    "qwen4_exp_text",
     "solar_open",
     "unlimited_ocr_text",
 )
+# Of these, those whose attention chooses tokens in ways that vmap cannot follow: the `hooks` engine only.
+HOOKS_ONLY = ("glm5_next_text", "qwen4_exp_text")
 
 
 def _by_structure(model: nn.Module) -> MoEFamily | None:
@@ -231,6 +236,11 @@ REFUSED = {
     "ernie4_5_vl_moe_text": (
         "Its layers have two sets of experts, for text and for images, between which the kind of a token chooses: one "
         "owner cannot stand for both",
+        _OTHER,
+    ),
+    "mistral_large4_text": (
+        "PEFT does not put the saved adapters of its experts where they were trained, so that stock PEFT would compute "
+        "something else than what the statement is about",
         _OTHER,
     ),
     "openai_privacy_filter": (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import textwrap
 
-from raptor_hf.moe.families import FUSED, REFUSED, STRUCTURE, SWITCH
+from raptor_hf.moe.families import FUSED, HOOKS_ONLY, REFUSED, STRUCTURE, SWITCH
 
 __all__ = ["families_table"]
 
@@ -29,6 +29,11 @@ A model of any other type is accepted when its routed experts are decorated with
 in a numbered layer, the block has one `gate` or `router`, and its `forward` takes hidden states alone. Nothing is
 assumed about its router, so owners are computed one record at a time. Before training, `check_model` looks for values
 of a record that move with its neighbours. A model of several media is refused; its language model alone may be told.
+
+The tests go through these types one by one, too:
+{tested}.
+
+Of these, {hooks_only} work with `grad_sample_mode="hooks"` only; with the other engine training is refused.
 
 Everything else is refused; `register_moe_layout` adds a family ([add a family](add-a-family.md)).
 
@@ -61,7 +66,7 @@ def families_table() -> str:
         targets = ", ".join(f"`{layer}`" for layer in layers)
         text += f"| `{name}` | stacked | {_SCORES[score]} | {targets} |\n"
     tested = textwrap.fill(", ".join(f"`{name}`" for name in STRUCTURE), 118, break_on_hyphens=False)
-    text += _STRUCTURE.format(tested=tested)
+    text += _STRUCTURE.format(tested=tested, hooks_only=" and ".join(f"`{name}`" for name in HOOKS_ONLY))
     for name, (why, _) in REFUSED.items():
         text += f"| `{name}` | {why} |\n"
     return text + _KINDS

@@ -315,6 +315,17 @@ def test_adapters_on_other_tensors_than_the_files_are_refused(tmp_path):
         check_loaded(stock, tmp_path)
 
 
+def test_adapters_with_other_values_than_the_files_are_refused(tmp_path):
+    """As PEFT loads the experts of some families: the right names, and not what was saved."""
+    adapted("olmoe").save_pretrained(tmp_path)
+    stock = PeftModel.from_pretrained(build("olmoe"), tmp_path)
+    check_loaded(stock, tmp_path)
+    name = next(name for name, _ in stock.named_parameters() if "experts.base_layer.lora_B" in name)
+    dict(stock.named_parameters())[name].data[0, 0] += 0.5
+    with pytest.raises(PrivacyConfigError, match=r"experts\.base_layer\.lora_B\.weight` has other values"):
+        check_loaded(stock, tmp_path)
+
+
 def test_a_copy_computes_and_saves_by_itself(tmp_path):
     model = adapted("olmoe")
     expected = logits(model)

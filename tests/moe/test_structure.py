@@ -10,7 +10,7 @@ from raptor_hf.checks import check_model
 from raptor_hf.grad_sample import per_sample_gradients
 from raptor_hf.moe import attach_adapters, find_moe_layout, load_adapter, owner_map, stream_parameters
 from raptor_hf.moe.adapter_io import check_loaded
-from raptor_hf.moe.families import FUSED, REFUSED, STRUCTURE
+from raptor_hf.moe.families import FUSED, HOOKS_ONLY, REFUSED, STRUCTURE
 from tests.families import EXPERTS, TOLD, TOP_K, StockLora, brute_owners, collate, records, shake, told
 from tests.helpers import assert_close
 
@@ -54,7 +54,11 @@ def test_roles_owners_and_neighbours(family):
         assert owner_map(stock, items, layer.index, data_collator=collate, batch_size=3).tolist() == expected
         used |= set(expected)
     assert len(used) >= 3
-    assert not check_model(stock, records=ITEMS[:3], collate=collate, raise_on_error=False).errors
+    for mode in ("functorch", "hooks"):
+        report = check_model(stock, records=ITEMS[:3], collate=collate, mode=mode, raise_on_error=False)
+        refused = [finding.what for finding in report.errors]
+        assert len(refused) == (mode == "functorch" and family in HOOKS_ONLY)
+        assert all('grad_sample_mode="functorch"' in what for what in refused)
 
 
 @pytest.mark.parametrize("family", sorted(TOLD))
@@ -68,7 +72,7 @@ def test_gradients_of_both_streams(family, float64):
         given = owners if stream == "expert" else None
         expected = oracle.gradients(ITEMS, list(parameters), given)
         assert max(float(value.abs().max()) for value in expected.values()) > 1e-3
-        for mode in ("functorch", "hooks"):
+        for mode in ("hooks",) if family in HOOKS_ONLY else ("functorch", "hooks"):
             owner = None if given is None else torch.tensor(given)
             found = per_sample_gradients(model, collate(ITEMS, 11), parameters, mode=mode, owner=owner)
             assert_close(found, expected, 1e-12)
