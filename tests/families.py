@@ -122,7 +122,7 @@ TOLD: dict[str, dict] = {
     "mellum": {},
     "mimo_v2_flash": dict(
         num_key_value_heads=1,
-        rope_parameters={key: {**ROPE, "partial_rotary_factor": 1.0} for key in ("full_attention", "sliding_attention")},
+        rope_parameters={f"{kind}_attention": {**ROPE, "partial_rotary_factor": 1.0} for kind in ("full", "sliding")},
     ),
     "minimax_m2": {},
     "minimax_m3_vl_text": {},
@@ -142,10 +142,9 @@ TOLD: dict[str, dict] = {
     "solar_open": {},
     "unlimited_ocr_text": dict(mlp_layer_types=["dense", "sparse", "sparse"]),
 }  # fmt: skip
-# `transformers` has no head at all for the language model of DeepSeek-OCR 2: it is a part of other models
-FAMILIES = sorted(set(SETTINGS) - {"deepseek_ocr2_text"})
-# the language model of Qwen3-VL-MoE has an LM head only inside the model of both media
-CAUSAL = [name for name in FAMILIES if name != "qwen3_vl_moe_text"]
+FAMILIES = sorted(SETTINGS)
+# these language models have an LM head only inside a model of several media
+CAUSAL = [name for name in FAMILIES if name not in ("deepseek_ocr2_text", "qwen3_vl_moe_text")]
 FLOAT64 = torch.float64
 
 

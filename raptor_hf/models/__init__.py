@@ -2,6 +2,7 @@
 
 from raptor_hf.models.classifiers import (
     AriaTextForSequenceClassification,
+    DeepseekOcr2TextForSequenceClassification,
     Dots1ForSequenceClassification,
     Ernie4_5_MoeForSequenceClassification,
     FlexOlmoForSequenceClassification,
@@ -21,6 +22,7 @@ from raptor_hf.models.switch import SwitchTransformersForSequenceClassification
 
 __all__ = [
     "AriaTextForSequenceClassification",
+    "DeepseekOcr2TextForSequenceClassification",
     "DeepseekVL2Config",
     "DeepseekVL2ForConditionalGeneration",
     "DeepseekVL2ImageProcessor",

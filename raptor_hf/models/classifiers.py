@@ -9,9 +9,14 @@ Example:
 
 from __future__ import annotations
 
-from transformers import AutoModelForSequenceClassification, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModel, AutoModelForSequenceClassification, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GenericForSequenceClassification
 from transformers.models.aria.modeling_aria import AriaTextConfig, AriaTextPreTrainedModel
+from transformers.models.deepseek_ocr2.modeling_deepseek_ocr2 import (
+    DeepseekOcr2PreTrainedModel,
+    DeepseekOcr2TextConfig,
+    DeepseekOcr2TextModel,
+)
 from transformers.models.dots1.modeling_dots1 import Dots1Config, Dots1PreTrainedModel
 from transformers.models.ernie4_5_moe.modeling_ernie4_5_moe import Ernie4_5_MoeConfig, Ernie4_5_MoePreTrainedModel
 from transformers.models.flex_olmo.modeling_flex_olmo import FlexOlmoConfig, FlexOlmoPreTrainedModel
@@ -26,6 +31,7 @@ from transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe import Qwen3VLMoePre
 
 __all__ = [
     "AriaTextForSequenceClassification",
+    "DeepseekOcr2TextForSequenceClassification",
     "Dots1ForSequenceClassification",
     "Ernie4_5_MoeForSequenceClassification",
     "FlexOlmoForSequenceClassification",
@@ -56,6 +62,14 @@ def _classifier(
 
 AriaTextForSequenceClassification = _classifier(
     "AriaTextForSequenceClassification", "Aria's language model", AriaTextPreTrainedModel, AriaTextConfig
+)
+# `transformers` builds this language model only as a part of others
+AutoModel.register(DeepseekOcr2TextConfig, DeepseekOcr2TextModel, exist_ok=True)
+DeepseekOcr2TextForSequenceClassification = _classifier(
+    "DeepseekOcr2TextForSequenceClassification",
+    "The language model of DeepSeek-OCR 2",
+    DeepseekOcr2PreTrainedModel,
+    DeepseekOcr2TextConfig,
 )
 Dots1ForSequenceClassification = _classifier(
     "Dots1ForSequenceClassification", "dots.llm1", Dots1PreTrainedModel, Dots1Config

@@ -33,7 +33,8 @@ of a record that move with its neighbours. A model of several media is refused; 
 The tests go through these types one by one, too:
 {tested}.
 
-Of these, {hooks_only} work with `grad_sample_mode="hooks"` only; with the other engine training is refused.
+Of these, {hooks_only} work with `grad_sample_mode="hooks"` only; with the other
+engine training is refused.
 
 Everything else is refused; `register_moe_layout` adds a family ([add a family](add-a-family.md)).
 
