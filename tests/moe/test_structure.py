@@ -16,6 +16,9 @@ from tests.helpers import assert_close
 
 RANK, ALPHA = 2, 3
 ITEMS = records(5, seed=3)
+# one of each kind at every run; all of them with `-m slow`
+USUAL = {"afmoe", "glm5_next_text", "inkling2_text", "jamba", "minimax_m2", "nemotron_h", "qwen3_next"}
+TYPES = [pytest.param(name, marks=[] if name in USUAL else [pytest.mark.slow]) for name in sorted(TOLD)]
 
 
 def adapted(family, dtype=torch.float32):
@@ -37,7 +40,7 @@ def test_the_list_is_the_one_in_the_docs():
     assert set(TOLD) == set(STRUCTURE) and not set(STRUCTURE) & (set(FUSED) | set(REFUSED))
 
 
-@pytest.mark.parametrize("family", sorted(TOLD))
+@pytest.mark.parametrize("family", TYPES)
 def test_roles_owners_and_neighbours(family):
     stock = told(family)
     layout = find_moe_layout(stock)
@@ -61,7 +64,7 @@ def test_roles_owners_and_neighbours(family):
         assert all('grad_sample_mode="functorch"' in what for what in refused)
 
 
-@pytest.mark.parametrize("family", sorted(TOLD))
+@pytest.mark.parametrize("family", TYPES)
 def test_gradients_of_both_streams(family, float64):
     model = adapted(family, torch.float64)
     streams = stream_parameters(model)
@@ -78,7 +81,7 @@ def test_gradients_of_both_streams(family, float64):
             assert_close(found, expected, 1e-12)
 
 
-@pytest.mark.parametrize("family", sorted(TOLD))
+@pytest.mark.parametrize("family", TYPES)
 def test_stock_peft_reads_what_was_saved(family, tmp_path):
     model = adapted(family)
     model.save_pretrained(tmp_path)
