@@ -15,7 +15,7 @@ from raptor_hf.validate import one_of
 
 __all__ = ["lira_leave_one_out", "lira_offline", "lira_online"]
 
-# Below about 64 models one variance for all records does better than n noisy ones (the paper's Sec. V-B); of 64
+# Below about 64 models one variance for all records does better than n noisy ones, as the paper found; of 64
 # models, 63 are shadows when each is attacked in turn.
 _SHADOWS_FOR_OWN_VARIANCE = 63
 
@@ -100,7 +100,7 @@ def lira_online(target: np.ndarray, scores: np.ndarray, in_mask: np.ndarray, *, 
 
 
 def lira_offline(target: np.ndarray, scores: np.ndarray, in_mask: np.ndarray, *, variance: str = "auto") -> np.ndarray:
-    """-log P(N(out) > target): how surprising the score is for a record not trained on (Sec. VI of the paper).
+    """-log P(N(out) > target): how surprising the score is for a record not trained on.
 
     Only the shadow models that did not train on the record are read. Arguments, errors and shapes as `lira_online`.
     """

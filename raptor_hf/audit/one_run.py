@@ -2,7 +2,8 @@
 
 Each of m canaries is put into the training set or left out by its own fair coin, the model is trained *once*, and the
 auditor guesses the coins of r canaries from the scores that the model gives them. If training is (eps, delta)-DP under
-adding or removing one record, the number V of right guesses obeys (their Theorem 5.2, for any number of guesses <= r)
+adding or removing one record, the number V of right guesses obeys (their theorem for approximate DP; any number of
+guesses <= r)
 
     P(V >= v) <= beta + 2 m delta alpha,        W ~ Binomial(r, e^eps / (1 + e^eps)),
     beta = P(W >= v),        alpha = max over i >= 1 of P(v - i <= W < v) / i.
@@ -180,13 +181,14 @@ def one_run_audit(
         seed: of the split, which looks at no score and no coin. Fix it beforehand.
 
     Raises:
-        PrivacyConfigError: NaN scores, one-sided coins, or coins that cannot have been fair (p < 1e-9).
+        PrivacyConfigError: fewer than two canaries, NaN scores, or coins that cannot have been fair (p < 1e-9).
     """
     one_of("selection", selection, ("union", "split", "fixed"))
     probability("delta", delta, zero=True, one=False)
     probability("confidence", confidence, one=False)
     integer("seed", seed)
-    values, coins = checked_scores(scores, member)
+    values, coins = checked_scores(scores, member, both=False)  # few fair coins may all fall alike
+    integer("canaries", coins.size, minimum=2)
     if stats.binomtest(int(coins.sum()), coins.size, 0.5).pvalue < _UNFAIR:
         raise PrivacyConfigError(
             f"{int(coins.sum())} of {coins.size} canaries were put in",

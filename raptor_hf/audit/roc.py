@@ -30,8 +30,8 @@ __all__ = [
 ]
 
 
-def checked_scores(scores: np.ndarray, member: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Flat float64 scores and bool membership: of one size, both classes present, no NaN; else refused."""
+def checked_scores(scores: np.ndarray, member: np.ndarray, *, both: bool = True) -> tuple[np.ndarray, np.ndarray]:
+    """Flat float64 scores and bool membership: of one size, no NaN, `both` kinds present; else refused."""
     values, labels = np.asarray(scores, dtype=np.float64).ravel(), np.asarray(member).ravel()
     if labels.dtype != bool or values.shape != labels.shape:
         raise PrivacyConfigError(
@@ -45,7 +45,7 @@ def checked_scores(scores: np.ndarray, member: np.ndarray) -> tuple[np.ndarray, 
             "A NaN is neither above nor below a threshold, so every rate would be wrong",
             "Find out why the attack gave none; do not drop the records, which are the ones that stand out",
         )
-    if labels.all() or not labels.any():
+    if both and (labels.all() or not labels.any()):
         raise PrivacyConfigError(
             f"{int(labels.sum())} members and {int((~labels).sum())} non-members were given",
             "Both error rates of an attack are needed",
@@ -137,8 +137,8 @@ def auc_interval(scores: np.ndarray, member: np.ndarray, confidence: float = 0.9
     """Interval of the AUC by DeLong, DeLong and Clarke-Pearson 1988: normal, asymptotic, clipped to [0, 1].
 
     Where the estimated variance is zero (members and non-members apart, or fewer than two of a kind), which says
-    nothing, the variance is bounded by AUC (1 - AUC) / min(members, non-members) for any two distributions, as for
-    the proportion of that many trials, and Wilson's interval for it is given.
+    nothing, the variance is bounded by AUC (1 - AUC) / min(members, non-members) for any two distributions (Birnbaum
+    and Klose 1957), as for the proportion of that many trials, and Wilson's interval for it is given.
     """
     probability("confidence", confidence, one=False)
     values, labels = checked_scores(scores, member)

@@ -28,7 +28,7 @@ class RecordScores:
     Attributes:
         loss: (n,) float64. Classification: -log p_y. Causal language model: the mean of -log p_y over the record's own
             supervised tokens (zero where it has none).
-        confidence: (n,) float64, log(p_y / (1 - p_y)), the score of LiRA (Carlini et al. 2022, Eq. 6): close to normal
+        confidence: (n,) float64, log(p_y / (1 - p_y)), the score of LiRA (Carlini et al. 2022): close to normal
             over models, where p_y itself is not. Causal language model: the *mean* over the record's own supervised
             tokens (zero where it has none); times `tokens` it is the sum.
         tokens: (n,) int64, supervised tokens of each record; 1 for classification.

@@ -229,6 +229,19 @@ def test_coins_that_were_not_fair_are_refused(members):
         one_run_audit(np.arange(1000.0), np.arange(1000) < members, delta=1e-5)
 
 
+def test_few_coins_may_all_fall_alike():
+    for coins in (np.zeros(12, bool), np.ones(12, bool)):
+        for selection in ("union", "split"):
+            found = one_run_audit(np.arange(12.0), coins, delta=0.0, selection=selection)
+            assert (found.epsilon, found.canaries) == (0, 12 if selection == "union" else 6)
+
+
+@pytest.mark.parametrize("empty", [np.zeros(0), np.array([math.nan, 1.0])])
+def test_scores_that_are_none_are_refused(empty):
+    with pytest.raises(PrivacyConfigError):
+        one_run_audit(empty, np.zeros(empty.size, bool), delta=1e-5)
+
+
 def test_guesses_belong_to_the_fixed_selection():
     scores, coins = gaussian_run(50, 1.0, 0)
     with pytest.raises(PrivacyConfigError, match="fixed"):
