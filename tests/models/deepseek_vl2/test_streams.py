@@ -11,6 +11,7 @@ from raptor_hf.checks import check_model
 from raptor_hf.config import RaptorConfig
 from raptor_hf.errors import PrivacyConfigError
 from raptor_hf.grad_sample import ENGINES, model_loss, per_sample_gradients, residual_weighted, summed_gradients
+from raptor_hf.models.deepseek_vl2 import DeepseekVL2ForConditionalGeneration
 from raptor_hf.moe import attach_adapters, find_moe_layout, load_adapter, owner_map, stream_parameters
 from raptor_hf.moe.adapter_io import check_loaded
 from raptor_hf.trainer import RaptorTrainer
@@ -294,6 +295,19 @@ def test_preflight_passes(kind):
     for mode in ("functorch", "hooks"):
         report = check_model(build(kind), records=ITEMS[:3], collate=collate, mode=mode, raise_on_error=False)
         assert not report.errors, report.errors
+
+
+def test_images_that_leak_into_other_records_are_found(monkeypatch):
+    """The probe changes the neighbours' images: a port that mixes them must not pass."""
+    right = DeepseekVL2ForConditionalGeneration._image_embeds
+
+    def mixing(self, *args):
+        found = right(self, *args)
+        return found + 0.1 * found.mean((0, 1))
+
+    monkeypatch.setattr(DeepseekVL2ForConditionalGeneration, "_image_embeds", mixing)
+    found = check_model(build(), records=ITEMS[:3], collate=collate, raise_on_error=False).errors
+    assert any("with other records in its batch" in finding.what for finding in found), found
 
 
 @pytest.mark.parametrize("mode", ["functorch", "hooks"])
