@@ -104,7 +104,7 @@ class Binding:
 
     model: dict[str, str]
     records: dict[str, str]
-    layer: int
+    layer: int | str
     rule: str
 
     def check(self, saved: Binding) -> None:
@@ -134,7 +134,7 @@ class Binding:
 
 def bind(model: nn.Module, records: Any, rule: str) -> Binding:
     """The binding of this model and these records."""
-    return Binding(base_model_digests(model), record_digests(records), adapter_plan(model).layer, rule)
+    return Binding(base_model_digests(model), record_digests(records), adapter_plan(model).layers, rule)
 
 
 # ---- The private file ----
@@ -175,17 +175,22 @@ def establish_owners(
     *,
     needed: bool,
 ) -> tuple[Binding, torch.Tensor | None]:
-    """What the run is bound to, and its owner map: the one that was kept, or a new one, which is then kept."""
+    """What the run is bound to, and its owner map: the one that was kept, or a new one, which is then kept.
+
+    (n,), or (stages, n) with several protected layers.
+    """
     with together("reading the training set"):
         binding = bind(model, records, args.ownership)
     # a record that stood elsewhere in another process's copy would have two coins, or none
     check_same("Arguments, training set or base model", lambda: f"{plan} {binding}")
     owners = from_main(lambda: restore_owners(saved, folders, binding), "restoring the owner map")
     if owners is None and needed:
-        owners = sharded_owner_map(
-            model, records, binding.layer, rule=args.ownership, data_collator=collate,
-            batch_size=args.per_device_eval_batch_size,
-        )  # fmt: skip
+        size = args.per_device_eval_batch_size
+        maps = [
+            sharded_owner_map(model, records, layer, rule=args.ownership, data_collator=collate, batch_size=size)
+            for layer in adapter_plan(model).expert_layers
+        ]
+        owners = maps[0] if len(maps) == 1 else torch.stack(maps)
     from_main(lambda: write_owners(args.output_dir, owners, binding), "keeping the owner map")
     return binding, owners
 

@@ -96,7 +96,8 @@ class RaptorConfig(TrainingArguments):
         default="auto",
         metadata=_help(
             "Block whose routed experts are trained: an index, 'first', 'last', or 'auto' (largest owner entropy on "
-            "public_dataset, the last sparse block without one)."
+            "public_dataset, the last sparse block without one). Several, as '1,3', are trained one after another, in "
+            "stages of equal length."
         ),
     )
     ownership: str = field(default="gate", metadata=_help("Owner of a record by 'gate' weights (Eq. 5) or 'vote'."))

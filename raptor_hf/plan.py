@@ -21,6 +21,7 @@ from raptor_hf.streams import Stream
 
 __all__ = [
     "check_untrained", "dataset_name", "make_plan", "make_statement", "make_streams", "method_of", "prepare_model",
+    "stage_of", "stages",
 ]  # fmt: skip
 
 
@@ -39,9 +40,8 @@ def prepare_model(model: nn.Module, config: Any, method: Method, layer: int | st
 def check_prepared(model: nn.Module, method: Method) -> None:
     """Refuse a model that was prepared for another method."""
     plan = adapter_plan(model)
-    layers = len(plan.layout.sparse_layers) if method.expert_layers == "all" else 1
-    adapted = len(plan.expert_layers) == layers or method.weights != "adapters"
-    if (plan.weights, set(plan.trains), adapted) != (method.weights, set(method.trains), True):
+    wanted = (method.weights, set(method.trains), method.expert_layers == "all")
+    if (plan.weights, set(plan.trains), plan.all_layers) != wanted:
         raise PrivacyConfigError(
             f"`method={method.name!r}` was set, and the model given trains something else",
             "What is clipped and noised would not be what the method's statement describes",
@@ -77,7 +77,7 @@ def make_plan(args: RaptorConfig, model: nn.Module, dataset_size: int, cycles: i
         accountant=args.accountant,
         dataset_size=dataset_size,
         expected_batch_size=args.expected_batch_size,
-        protected_layer=adapter_plan(model).layer,
+        protected_layer=adapter_plan(model).layers,
         insecure_noise=args.insecure_noise_seed is not None,
         research_diagnostics=args.research_diagnostics,
     )
@@ -125,12 +125,26 @@ def holds_training(model: nn.Module) -> bool:
     )
 
 
-def make_streams(args: RaptorConfig, model: nn.Module, plan: PrivacyPlan) -> dict[str, Stream]:
+def stages(method: Method, model: nn.Module) -> tuple[int, ...]:
+    """The protected layers, in the order in which their experts are trained; one, but for several stages."""
+    plan = adapter_plan(model)
+    return plan.expert_layers if method.owners else (plan.layer,)
+
+
+def stage_of(cycle: int, cycles: int, count: int) -> int:
+    """The stage of a cycle: `count` stages of (nearly) equal length. A function of public numbers."""
+    return min(count - 1, cycle * count // max(1, cycles))
+
+
+def make_streams(args: RaptorConfig, model: nn.Module, plan: PrivacyPlan, stage: int = 0) -> dict[str, Stream]:
     """The method's mechanisms in the order of their updates: parameters, norms, noise and public denominators.
 
-    By the name of their counter in the ledger.
+    By the name of their counter in the ledger. `stage`: which of several protected layers is trained.
     """
     method, parameters = method_of(args), stream_parameters(model)
+    if method.owners:
+        own = adapter_plan(model).layout.layer(stages(method, model)[stage]).name + "."
+        parameters["expert"] = {name: p for name, p in parameters["expert"].items() if name.startswith(own)}
     experts = adapter_plan(model).protected.num_experts
     batch = plan.expected_batch_size
     per_owner = batch / experts if args.expert_denominator == "owners" else batch
@@ -190,7 +204,7 @@ def make_statement(
         expected_batch_size=plan.expected_batch_size,
         target_epsilon=plan.target_epsilon,
         num_experts=adapters.protected.num_experts if one_layer else None,
-        protected_layer=adapters.layer if one_layer else None,
+        protected_layer=adapters.layers if one_layer else None,
         ownership=args.ownership if method.owners else None,
         accountant=plan.accountant,
         noise_source="os_entropy" if secure and not plan.insecure_noise else "insecure_seed",

@@ -72,7 +72,8 @@ class PrivacyPlan:
     Attributes:
         shared_noise_multiplier, expert_noise_multiplier: None for a stream that the method has not, 0 for no noise.
         sample_rate: p = B / n. cycles: planned cycles T. target_epsilon: None when the multipliers were given.
-        protected_layer: block index. insecure_noise, research_diagnostics: steps so made are not private, and stay so.
+        protected_layer: block index, or those of stages, "1,3".
+        insecure_noise, research_diagnostics: steps so made are not private, and stay so.
     """
 
     shared_noise_multiplier: float | None
@@ -84,7 +85,7 @@ class PrivacyPlan:
     accountant: str
     dataset_size: int
     expected_batch_size: int
-    protected_layer: int
+    protected_layer: int | str
     insecure_noise: bool = False
     research_diagnostics: bool = False
 

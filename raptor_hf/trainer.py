@@ -42,6 +42,8 @@ from raptor_hf.plan import (
     make_streams,
     method_of,
     prepare_model,
+    stage_of,
+    stages,
 )
 from raptor_hf.preflight import check_trainer_arguments
 from raptor_hf.privacy import PrivacyStatement
@@ -121,7 +123,7 @@ class RaptorTrainer(RecordsMixin, EvaluationMixin, HubMixin, Trainer):
         self._binding: Binding | None = None
         self._in_checkpoint = False
         self._disjointness: str | None = None
-        self._streams: dict[str, Stream] = {}
+        self._stages: list[dict[str, Stream]] = []  # what a cycle does; one, but for several protected layers
         self._rates: dict[str, float] = {}
         self._peft_config = peft_config
         self._method = method_of(args)
@@ -178,10 +180,10 @@ class RaptorTrainer(RecordsMixin, EvaluationMixin, HubMixin, Trainer):
 
     # ---- Data ----
 
-    def _choose_layer(self, layout: Any) -> int:
+    def _choose_layer(self, layout: Any) -> int | str:
         wanted = self.args.protected_layer
         if wanted != "auto":
-            return resolve_layer(layout, wanted)
+            return wanted
         if self.public_dataset is None:
             return resolve_layer(layout, "last")
         public, collate = self._without_unused_columns(self.public_dataset, "public")
@@ -238,7 +240,10 @@ class RaptorTrainer(RecordsMixin, EvaluationMixin, HubMixin, Trainer):
         cycles = self.planned_cycles()
         start, self.ledger = begin(self.args, self.model, self.ledger, resume_from, self._plan, cycles)
         self._budget_callback.ledger = self.ledger
-        self._streams = make_streams(self.args, self.model, self.ledger.plan)
+        self._stages = [
+            make_streams(self.args, self.model, self.ledger.plan, stage)
+            for stage in range(len(stages(self._method, self.model)))
+        ]
         if self._binding is None or start.state is not None:
             self._binding, self._owners = establish_owners(
                 self.args, self.model, self._records, self._checked_batch, start.state, start.folders,
@@ -275,9 +280,12 @@ class RaptorTrainer(RecordsMixin, EvaluationMixin, HubMixin, Trainer):
         # before the scheduler's step: what this cycle's updates use
         self._rates = {group.get("stream"): float(group["lr"]) for group in self.optimizer.param_groups}
         done: list[Stream] = []
-        for name, stream in self._streams.items():
+        n = len(self._records)
+        stage = stage_of(self.state.global_step, self.state.max_steps, len(self._stages))
+        streams = self._stages[stage]
+        for name, stream in streams.items():
             assert self.ledger is not None
-            owners = None if stream.num_owners is None else self._owners
+            owners = None if stream.num_owners is None or self._owners is None else self._owners.view(-1, n)[stage]
             with (
                 together(f"the {name} stream of a cycle"),
                 self.compute_loss_context_manager(),
@@ -289,9 +297,10 @@ class RaptorTrainer(RecordsMixin, EvaluationMixin, HubMixin, Trainer):
                 )
             noisy_gradients(stream, clipped, self.noise)
             done.append(stream)
-            if len(done) == len(self._streams) or self._method.alternating:
+            last = name == list(streams)[-1]
+            if last or self._method.alternating:
                 self._first_cycle.before_step(done, self.optimizer)
-            if len(done) < len(self._streams) and self._method.alternating:
+            if not last and self._method.alternating:
                 done = []
                 # the other stream's gradients are None, so the optimizer leaves its parameters and state alone
                 self.optimizer.step()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import struct
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -59,7 +60,7 @@ class AdapterContents:
 
     Attributes:
         shared, experts: module paths with LoRA. head: name of the trained head. rank: of LoRA. num_outputs: rows of
-            the head. layers: blocks whose routed experts carry adapters. num_experts: how many of them.
+            the head. layers: blocks whose routed experts carry adapters. num_experts: how many a layer.
         stacked: the experts' adapters stand in one tensor (PEFT's form for stacked expert parameters).
     """
 
@@ -107,7 +108,9 @@ def read_contents(tensors: dict[str, tuple[str, tuple[int, ...]]], rank: int | N
             rows = {pairs[p]["A"][0] for p in by_role["expert"] if "A" in pairs[p]}
             experts = rows.pop() // found_rank if len(rows) == 1 and found_rank else None
         else:
-            experts = len({path.rpartition(".")[0] for path in by_role["expert"]})
+            places = [path.rpartition(".")[0] for path in by_role["expert"]]
+            counts = Counter(place.rpartition(".")[0] for place in set(places))  # of each layer's experts
+            experts = next(iter(counts.values())) if len(set(counts.values())) == 1 else None
     blocks = {int(m.group(1)) if (m := _BLOCK.search(path)) else -1 for path in by_role["expert"]}
     head = next(iter(heads)) if len(heads) == 1 else None
     if len(heads) > 1:
@@ -142,7 +145,10 @@ def check_adapter(weights: bytes, config: dict[str, Any], statement: Any = None)
             "experts that the statement relies on",
             "Do not use this release; ask its author for an adapter without routers",
         )
-    if (len(found.layers) > 1 or -1 in found.layers) and (statement is None or statement.expert is not None):
+    staged = statement is not None and _layers(statement) == list(found.layers)
+    if (len(found.layers) > 1 or -1 in found.layers) and (
+        statement is None or (statement.expert is not None and not staged)
+    ):
         yield error(
             f"Experts of the blocks {list(found.layers)} carry adapters",
             "The statement accounts for the experts of one protected layer",
@@ -199,14 +205,19 @@ def _is_weight(path: str) -> bool:
     return path.endswith(".weight")
 
 
+def _layers(statement: Any) -> list[int]:
+    """The layers that a statement protects, in the order of the blocks."""
+    return sorted(int(part) for part in str(statement.protected_layer).split(",") if part.strip().isdigit())
+
+
 def _check_declared(found: AdapterContents, statement: Any) -> Iterator[Finding]:
     if statement.expert is None:  # all that is trained is in one stream: nothing composes in parallel
         return
-    declared = (statement.protected_layer, statement.num_experts)
-    actual = (found.layers[0] if len(found.layers) == 1 else None, found.num_experts)
+    declared = (_layers(statement), statement.num_experts)
+    actual = (list(found.layers), found.num_experts)
     if declared != actual:
         yield error(
-            f"The statement protects layer {declared[0]} with {declared[1]} experts",
-            f"The weights train {actual[1]} experts of layer {actual[0]}",
+            f"The statement protects the layers {declared[0]} with {declared[1]} experts",
+            f"The weights train {actual[1]} experts of the layers {actual[0]}",
             "Do not rely on the statement: it belongs to another adapter",
         )

@@ -171,7 +171,7 @@ def load_adapter(model: nn.Module, directory: str | os.PathLike) -> nn.Module:
         named = {*config.target_modules, *(t.removesuffix(".weight") for t in config.target_parameters or ())}
         config.target_modules = sorted(target for target in named if not target.startswith(experts))
         config.target_parameters = None
-        attach_adapters(model, config, layers[-1].index, all_layers=len(layers) > 1)
+        attach_adapters(model, config, ",".join(str(layer.index) for layer in layers))
     plan = adapter_plan(model)
     expected = adapter_state_dict(model)
     wrong = sorted(set(expected) ^ set(saved))

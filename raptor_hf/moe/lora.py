@@ -30,6 +30,7 @@ __all__ = [
     "adapters_disabled",
     "attach_adapters",
     "resolve_layer",
+    "resolve_layers",
     "stream_parameters",
 ]
 
@@ -96,7 +97,8 @@ class AdapterPlan:
     Attributes:
         rank and alpha of LoRA. shared_targets: module paths with LoRA. layer: block index of the protected layer.
         trains: the roles that are trained, of `"shared"` (with the head) and `"expert"`.
-        expert_layers: block indices whose experts carry adapters.
+        expert_layers: block indices whose experts carry adapters, in the order of their stages.
+        all_layers: whether they do because every sparse layer is trained at once, not in stages.
         weights: `"adapters"`, or the base weights that `train_weights` made trainable.
     """
 
@@ -107,11 +109,17 @@ class AdapterPlan:
     layout: MoELayout
     trains: tuple[str, ...] = ("shared", "expert")
     expert_layers: tuple[int, ...] = ()
+    all_layers: bool = False
     weights: str = "adapters"
 
     @property
     def scaling(self) -> float:
         return self.alpha / self.rank
+
+    @property
+    def layers(self) -> int | str:
+        """The protected layer's block index, or those of several stages as text, `"1,3"`."""
+        return self.layer if self.all_layers or len(self.expert_layers) < 2 else ",".join(map(str, self.expert_layers))
 
     @property
     def protected(self):
@@ -131,6 +139,23 @@ def resolve_layer(layout: MoELayout, layer: int | str) -> int:
             'Use a block index, "first", "last", or "auto" with a public dataset',
         )
     return layout.layer(int(layer)).index
+
+
+def resolve_layers(layout: MoELayout, layers: int | str) -> tuple[int, ...]:
+    """Block indices of the stages: of `"1,3"` two, of what `resolve_layer` takes one.
+
+    Raises:
+        PrivacyConfigError: a layer that is named twice, or layers with different numbers of experts.
+    """
+    found = tuple(resolve_layer(layout, part.strip()) for part in str(layers).split(","))
+    if len(set(found)) < len(found) or len({layout.layer(index).num_experts for index in found}) > 1:
+        raise PrivacyConfigError(
+            f"`protected_layer={layers!r}` was given, which stands for the blocks {list(found)}",
+            "Each stage protects another layer, and one statement describes them all: they must differ, and have the "
+            "same number of experts",
+            "Name each layer once, or make a run for each",
+        )
+    return found
 
 
 def _settings(config: Any) -> tuple[int, float, Any]:
@@ -202,7 +227,7 @@ def attach_adapters(
 
     Args:
         config: a `RaptorConfig` (`lora_rank`, `lora_alpha`, `shared_target_modules`) or a PEFT `LoraConfig`.
-        protected_layer: block index of the protected layer l*, `"first"` or `"last"`.
+        protected_layer: block index of the protected layer l*, `"first"`, `"last"`; or several, `"1,3"`, for stages.
         trains: the roles to train; the others' adapters stay frozen at zero, and the head with `"shared"`.
         all_layers: put adapters on the experts of every sparse layer (for methods without owners).
 
@@ -220,7 +245,7 @@ def attach_adapters(
             "Load the base model again, or train the adapters it has",
         )
     layout = find_moe_layout(model)
-    layer = resolve_layer(layout, protected_layer)
+    stages = resolve_layers(layout, protected_layer)
     rank, alpha, targets = _settings(config)
     integer("lora_rank", rank, minimum=1)
     positive("lora_alpha", alpha)
@@ -231,8 +256,8 @@ def attach_adapters(
             f"It has no head named `{layout.head}` to train, and no LM head either",
             "Use a model class with a head, e.g. through `AutoModelForSequenceClassification`",
         )
-    layers = tuple(sparse.index for sparse in layout.sparse_layers if all_layers or sparse.index == layer)
-    plan = AdapterPlan(rank, float(alpha), shared, layer, layout, trains, layers)
+    layers = tuple(sparse.index for sparse in layout.sparse_layers) if all_layers else stages
+    plan = AdapterPlan(rank, float(alpha), shared, stages[0], layout, trains, layers, all_layers)
     switch_off_chance(model, layout)
     model.requires_grad_(False)
     for name in shared:

@@ -12,7 +12,7 @@ from torch import nn
 
 from raptor_hf.errors import PrivacyConfigError, UnsupportedModelError
 from raptor_hf.moe.layout import MoELayout, find_moe_layout
-from raptor_hf.moe.lora import AdapterPlan, resolve_layer, switch_off_chance
+from raptor_hf.moe.lora import AdapterPlan, resolve_layers, switch_off_chance
 from raptor_hf.validate import one_of
 
 __all__ = ["load_weights", "train_weights"]
@@ -44,7 +44,7 @@ def train_weights(model: nn.Module, which: str, protected_layer: int | str) -> n
             "Load the base model again",
         )
     layout = find_moe_layout(model)
-    layer = resolve_layer(layout, protected_layer)
+    layer = resolve_layers(layout, protected_layer)[0]
     switch_off_chance(model, layout)
     for name, parameter in model.named_parameters():
         chosen = which == "full" or _feed_forward(layout, name)

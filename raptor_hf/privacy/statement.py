@@ -101,8 +101,8 @@ class PrivacyStatement:
 
     The first field is the sentence a reader sees; it cannot disagree with the rest (construction refuses it).
     `epsilon_spent` counts the releases made, `epsilon_planned` the whole plan; both are upper bounds at `delta`, None
-    for a run without noise or clipping. `num_experts`, `protected_layer` and `ownership` are None where no expert
-    stream is trained.
+    for a run without noise or clipping. `num_experts`, `protected_layer` (several, `"1,3"`, for stages) and `ownership`
+    are None where no expert stream is trained.
 
     Formal guarantee: for a statement whose verdict does not begin with "NOT PRIVATE", everything the run releases is
     (epsilon_spent, delta)-DP per record under add/remove, provided the code that ran is the code that is described.
@@ -120,7 +120,7 @@ class PrivacyStatement:
     dataset_size: int
     expected_batch_size: float
     num_experts: int | None
-    protected_layer: int | None
+    protected_layer: int | str | None
     ownership: str | None
     parallel_composition: str
     accountant: str
@@ -200,7 +200,7 @@ class PrivacyStatement:
         expected_batch_size: float,
         target_epsilon: float | None = None,
         num_experts: int | None = None,
-        protected_layer: int | None = None,
+        protected_layer: int | str | None = None,
         ownership: str | None = None,
         accountant: str = "prv",
         noise_source: str = "os_entropy",
@@ -374,10 +374,16 @@ def _upper(mechanisms: list[Mechanism], delta: float, accountant: str) -> float 
 
 
 def _parallel_composition(
-    expert: StreamStatement | None, num_experts: int | None, layer: int | None, ownership: str | None
+    expert: StreamStatement | None, num_experts: int | None, layer: int | str | None, ownership: str | None
 ) -> str:
     if expert is None or ownership is None:
         return "no expert is trained on its owners alone: nothing composes in parallel"
+    if isinstance(layer, str):
+        return (
+            f"the layers {layer} are trained one after another, and these stages compose sequentially; within each, "
+            f"its {num_experts} experts compose in parallel: the {ownership!r} rule gives each record one owner there, "
+            f"fixed by the frozen base model, and the record moves that expert's sum alone"
+        )
     return (
         f"the {num_experts} experts of layer {layer} compose in parallel: the {ownership!r} rule gives each record one "
         f"owner, fixed by the frozen base model, and the record moves that expert's sum alone; together they cost as "

@@ -147,7 +147,7 @@ def test_a_lowered_epsilon_at_another_delta_is_found(folder):
         (lambda s: s.update(dataset_size=25), ("sample_rate",)),
         (lambda s: s.update(not_covered=s["not_covered"][1:]), ("no longer says",)),
         (lambda s: s["expert"].update(denominator=3.0), ("divides by 3",)),
-        (lambda s: s.update(protected_layer=1), ("protects layer 1",)),
+        (lambda s: s.update(protected_layer=1), ("protects the layers [1]",)),
         (lambda s: s.update(num_experts=8), ("with 8 experts",)),
         (lambda s: s.update(base_model="other-org/base"), ("other-org/base",)),
         (lambda s: s.update(public_corpus="/home/alice/corpus"), ("local path", "/home/alice")),
