@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from raptor_hf import __version__
 from raptor_hf.audit import folder as store
 from raptor_hf.audit import report as reports
 from raptor_hf.audit.shadows import Cell, Design, Task, make_design, read_results, run_processes
@@ -74,6 +75,7 @@ def _plan(args: argparse.Namespace, settings: Mapping[str, Any], cells: Sequence
         folder,
         {
             "kind": "lira",
+            "version": __version__,
             "settings": found,
             "shadows": args.shadows,
             "members": args.members,

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from raptor_hf import __version__
 from raptor_hf.audit import folder as store
 from raptor_hf.audit import report as reports
 from raptor_hf.audit.canaries import CanaryTrainer, Observer, draw_canaries
@@ -54,6 +56,7 @@ def run(args: argparse.Namespace, settings: Mapping[str, Any]) -> int:
         folder,
         {
             "kind": "one-run",
+            "version": __version__,
             "settings": found,
             "canaries": args.canaries,
             "lone_canaries": args.lone_canaries,
@@ -111,7 +114,8 @@ class _Audit:
         from raptor_hf.moe.lora import adapter_plan
         from raptor_hf.trainer import RaptorTrainer
 
-        model_args, data_args, args = parse_cell(self.folder, self.cell, output_dir=str(self.folder / "work"))
+        work = store.subfolder(self.folder, "work")
+        model_args, data_args, args = parse_cell(self.folder, self.cell, output_dir=str(work / "base"))
         if args.world_size > 1:
             raise PrivacyConfigError(
                 f"A one-run audit in {args.world_size} processes was asked for",
@@ -160,7 +164,9 @@ class _Audit:
         observer = Observer(trainer)
         trainer.add_callback(observer)
         trainer.train()
-        return CanaryResult.of(trainer, observer)
+        found = CanaryResult.of(trainer, observer)
+        shutil.rmtree(output)  # the owner map
+        return found
 
 
 def _dataset(rows: list[dict]) -> Any:

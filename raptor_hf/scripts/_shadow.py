@@ -71,7 +71,7 @@ def train_shadow(folder: Path, task: Task, records: dict[str, Records]) -> None:
             deltas=np.float64(statement.delta),
             seconds=np.float64(seconds),
         )
-        shutil.rmtree(output, ignore_errors=True)
+        shutil.rmtree(output)  # a model of private records, and its owner map
     trainer.accelerator.wait_for_everyone()
 
 

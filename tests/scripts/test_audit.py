@@ -6,6 +6,7 @@ import csv
 import json
 import random
 import stat
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -110,6 +111,15 @@ def test_real_worker_processes(config):
     assert_private(config / "audit")
 
 
+@pytest.mark.slow
+def test_workers_of_two_processes_each(config):
+    """Both train one model; the main one scores it."""
+    launcher = f"{sys.executable} -m accelerate.commands.launch --cpu --num_processes 2 --num_machines 1 " \
+        "--mixed_precision no --dynamo_backend no"  # fmt: skip
+    assert lira(config, "--launcher", launcher, "--shadows", "6", "--max_steps", "1") == 0
+    assert_private(config / "audit")
+
+
 def one_run(config, *more):
     flags = ["--attack", "one-run", "--output", str(config / "audit"), "--canaries", "24", "--lone-canaries", "2"]
     return audit.main([str(config / "config.yaml"), *flags, *more])
@@ -124,6 +134,7 @@ def test_canaries_and_verdict(config, capsys):
     assert row["holds"] and 1.5 < row["claimed_epsilon"] <= 2 and row["delta"] == 1e-3
     assert {bound["name"] for bound in row["bounds"]} == {"joint", "shared", "expert", "final", "lone"}
     assert "nothing that was measured alarms" in capsys.readouterr().out
+    assert not [path for path in (folder / "work").rglob("*") if path.is_file()], "owner maps are left behind"
     found = np.load(folder / "runs" / "raptor" / "0000.npz")
     assert found["included"].shape == (24,) and found["lone"].sum() == 2
 
