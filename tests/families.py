@@ -20,6 +20,7 @@ from transformers.modeling_layers import GenericForSequenceClassification
 
 import raptor_hf.models  # noqa: F401 (registers classifiers)
 from raptor_hf.moe.families import FUSED
+from tests.helpers import record_by_record
 
 VOCAB, EXPERTS, LABELS, TOP_K, PAD = 50, 4, 3, 2, 0
 
@@ -276,14 +277,12 @@ class StockLora:
 
     def gradients(self, items: Sequence[Mapping], names: Sequence[str], owners: Sequence[int] | None = None, **kwargs):
         """name -> (b, *shape), or (b, *shape[1:]) of each record's owner."""
-        rows: dict[str, list] = {name: [] for name in names}
-        for i, item in enumerate(items):
-            values = [self.values[name] for name in names]
-            grads = torch.autograd.grad(self.loss(item, **kwargs), values, allow_unused=True)
-            for name, value, g in zip(names, values, grads, strict=True):
-                g = torch.zeros_like(value) if g is None else g
-                rows[name].append(g if owners is None else g[owners[i]])
-        return {name: torch.stack(row) for name, row in rows.items()}
+        found = record_by_record(
+            len(items), names, lambda i: self.loss(items[i], **kwargs), lambda name, _i: self.values[name]
+        )
+        if owners is None:
+            return found
+        return {name: torch.stack([g[o] for g, o in zip(value, owners, strict=True)]) for name, value in found.items()}
 
 
 def dispatch(model: nn.Module, item: Mapping, name: str) -> torch.Tensor:

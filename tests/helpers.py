@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -120,3 +120,18 @@ def assert_close(found: Mapping, expected: Mapping, tolerance: float) -> None:
         assert value.shape == expected[name].shape, name
         scale = max(1.0, float(expected[name].abs().max()))
         assert float((value - expected[name]).abs().max()) <= tolerance * scale, name
+
+
+def record_by_record(
+    count: int,
+    names: Sequence[str],
+    loss: Callable[[int], torch.Tensor],
+    values: Callable[[str, int], torch.Tensor],
+) -> dict[str, torch.Tensor]:
+    """Name -> (count, *shape): gradients of `loss(i)` by `values(name, i)`, one ordinary backward pass a record."""
+    rows: dict[str, list] = {name: [] for name in names}
+    for i in range(count):
+        at = [values(name, i) for name in names]
+        for name, value, g in zip(names, at, torch.autograd.grad(loss(i), at, allow_unused=True), strict=True):
+            rows[name].append(torch.zeros_like(value) if g is None else g)
+    return {name: torch.stack(row) for name, row in rows.items()}

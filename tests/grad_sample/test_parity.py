@@ -19,6 +19,7 @@ from tests.helpers import (
     brute_owner,
     collate,
     float64_routers,
+    record_by_record,
     stock_dispatch,
     tiny_model,
     tiny_records,
@@ -72,18 +73,15 @@ class Oracle:
         return self.parameters[name + ".weight" if "lora_" in name else name]
 
     def gradients(self, records, names, owners=None, weighted=False) -> dict[str, torch.Tensor]:
-        rows: dict[str, list] = {name: [] for name in names}
-        for i, record in enumerate(records):
-            logits = self.model(input_ids=torch.tensor([record["input_ids"]])).logits[0]
-            probabilities = logits.softmax(-1)
-            loss = -probabilities[record["labels"]].log()
-            if weighted:
-                loss = loss * (1 - probabilities[record["labels"]]).detach()
-            owner = None if owners is None else owners[i]
-            theirs = [self.theirs(name, owner) for name in names]
-            for name, p, g in zip(names, theirs, torch.autograd.grad(loss, theirs, allow_unused=True), strict=True):
-                rows[name].append(torch.zeros_like(p) if g is None else g)
-        return {name: torch.stack(row) for name, row in rows.items()}
+        def loss(i: int) -> torch.Tensor:
+            probabilities = self.model(input_ids=torch.tensor([records[i]["input_ids"]])).logits[0].softmax(-1)
+            likely = probabilities[records[i]["labels"]]
+            return -likely.log() * ((1 - likely).detach() if weighted else 1)
+
+        def theirs(name: str, i: int) -> torch.Tensor:
+            return self.theirs(name, None if owners is None else owners[i])
+
+        return record_by_record(len(records), names, loss, theirs)
 
     def dispatch(self, record) -> list[float]:
         """How many tokens of a record each expert of the protected layer gets, adapters on."""
