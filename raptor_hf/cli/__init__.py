@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 
@@ -79,6 +80,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(command: str, arguments: list[str]) -> int:
+    # before torch is imported: threads that wait for one another by spinning crawl on a machine with other work
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from raptor_hf.errors import RaptorError
 
     # An ImportError in here is a broken installation: its traceback says where, so it is left to surface.

@@ -25,10 +25,13 @@ def print_summary(trainer: Any, metrics: Mapping[str, float], extra: Mapping[str
         table.add_row("epsilon spent (upper bound)", f"{statement.epsilon_spent:.4f}")
     table.add_row("delta", f"{statement.delta:.3g}")
     for name, stream in (("shared", statement.shared), ("expert", statement.expert)):
-        if stream is not None:
+        if stream is not None and stream.noise_multiplier is not None:
             table.add_row(f"noise multiplier, {name} stream", f"{stream.noise_multiplier:.4f}")
+    if statement.method != "raptor":
+        table.add_row("method", statement.method)
     table.add_row("cycles", str(trainer.state.global_step))
-    table.add_row("protected layer", f"block {statement.protected_layer} ({statement.num_experts} experts)")
+    if statement.protected_layer is not None:
+        table.add_row("protected layer", f"block {statement.protected_layer} ({statement.num_experts} experts)")
     for key, value in (extra or {}).items():
         table.add_row(key, value)
     table.add_row("guarantee", statement.verdict)

@@ -7,7 +7,6 @@ evaluation on the held-out ones; adapter, tokenizer and privacy statement saved.
 from __future__ import annotations
 
 import argparse
-import os
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -33,8 +32,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command."""
     args = make_parser().parse_args(argv)
     began = time.perf_counter()
-    # before torch is imported: threads that wait for one another by spinning crawl on a machine with other work
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from raptor_hf.analysis import plot_routing_table
     from raptor_hf.config import RaptorConfig
     from raptor_hf.data import DataArguments, load_task, tokenize_task

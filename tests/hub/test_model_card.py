@@ -13,6 +13,8 @@ from raptor_hf import export_release
 from raptor_hf.hub.model_card import TAGS, check_card, merge_cards
 from raptor_hf.privacy import PrivacyStatement
 from tests.hub.build import BASE
+from tests.trainer.build import make_trainer
+from tests.trainer.test_methods import noise_for
 
 CARDS = Path(__file__).parents[2] / "model_cards"
 _spec = importlib.util.spec_from_file_location("render", CARDS / "render.py")
@@ -73,3 +75,19 @@ def test_merging_keeps_their_text_and_our_numbers(release):
     assert merge_cards("---\nlicense: mit\n---\n", ours).startswith("---\nlicense: mit\n")
     own = ours + "\n## Our section\n"
     assert "## Our section" in merge_cards(theirs, own)
+
+
+@pytest.mark.parametrize("method, trained, other", [
+    ("raptor", "4 routed experts of block 3 (the expert stream)", "one block"),
+    ("shared_only", "the adapters of the experts are zero", "expert stream"),
+    ("expert_only", "by their owners' records alone", "shared stream"),
+    ("matched_global", "on the routed experts of block 3", "expert stream"),
+    ("monolithic_lora", "on the routed experts of block 1, 3", "expert stream"),
+])  # fmt: skip
+def test_a_card_says_what_the_method_trained(tmp_path, method, trained, other):
+    trainer = make_trainer(method=method, **noise_for(method, 1.0))
+    trainer.model.name_or_path = "google/switch-base-8"
+    trainer.train()
+    card = (export_release(trainer, tmp_path, base_revision="a" * 40) / "README.md").read_text(encoding="utf-8")
+    assert f"(method `{method}`)" in card
+    assert trained in card and other not in card.split("Trained")[1].split("Every checkpoint")[0]
