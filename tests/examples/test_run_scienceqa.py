@@ -57,13 +57,13 @@ def run(problems, out, *arguments, config=None):
 @pytest.mark.parametrize("engine", ["functorch", "hooks"])
 def test_with_images(method, engine, problems, tmp_path, capsys):
     out = tmp_path / "out"
-    result = run(
-        problems, out, "--tiny_random", "--method", method, "--grad_sample_mode", engine, "--target_epsilon", "4"
-    )
+    options = ("--method", method, "--grad_sample_mode", engine, "--target_epsilon", "4")
+    result = run(problems, out, "--tiny_random", *options, "--eval_strategy", "steps", "--eval_steps", "1")
     assert set(result) == {"questions", "accuracy_before", "accuracy_by_chance", "accuracy"}
     assert result["questions"] == 8 and result["accuracy_by_chance"] == pytest.approx(1 / 3)
     assert all(result[key] * 8 == int(result[key] * 8) for key in ("accuracy", "accuracy_before"))
-    assert "differentially private" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "differentially private" in printed and printed.count("'eval_loss'") == 2
     statement = json.loads((out / "privacy.json").read_text())
     assert 0 < statement["epsilon_spent"] <= 4 and statement["dataset_size"] == 16
     tensors = load_file(out / "adapter_model.safetensors")
