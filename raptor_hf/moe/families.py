@@ -24,19 +24,17 @@ _BLOCK = re.compile(r"(?:^|\.)block\.(\d+)\.")
 def _switch_layers(model: nn.Module) -> list[SparseLayer]:
     layers = []
     for name, module in model.named_modules():
-        if not isinstance(module, (SwitchTransformersSparseMLP, SwitchSparseBlock)):
-            continue
-        match = _BLOCK.search(name)
-        if "decoder" in name.split(".") or match is None:
+        if name.rpartition(".")[2] == "decoder":
             raise UnsupportedModelError(
-                f"`{type(model).__name__}` with a sparse decoder was given",
+                f"`{type(model).__name__}` with a decoder was given",
                 "Switch is supported as an encoder: a block index would name one layer of the encoder and one of the "
                 "decoder, and one protected layer could not be told from the other",
                 "Load the checkpoint with `SwitchTransformersForSequenceClassification.from_pretrained`",
             )
-        layers.append(
-            SparseLayer(int(match.group(1)), name, module.router.num_experts, 1, module.router, module.experts)
-        )
+        match = _BLOCK.search(name)
+        if match is not None and isinstance(module, (SwitchTransformersSparseMLP, SwitchSparseBlock)):
+            router = module.router
+            layers.append(SparseLayer(int(match.group(1)), name, router.num_experts, 1, router, module.experts))
     return layers
 
 

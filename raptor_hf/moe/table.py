@@ -44,7 +44,8 @@ Everything else is refused; `register_moe_layout` adds a family ([add a family](
 |---|---|
 """
 
-_KINDS = """| any | a norm after the experts |
+_KINDS = """| `switch_transformers` with a decoder | a block index names a layer of the encoder and one of the decoder |
+| any | a norm after the experts |
 | any | a sparse block that takes more than hidden states, e.g. a whole decoder layer, token ids or the router's state |
 | any | several media in one model (its language model alone may be supported) |
 | any | no sparse layer at all |

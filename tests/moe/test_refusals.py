@@ -18,6 +18,7 @@ from transformers import (
     PreTrainedModel,
     Qwen3VLMoeConfig,
     Qwen3VLMoeForConditionalGeneration,
+    SwitchTransformersForConditionalGeneration,
 )
 
 from raptor_hf.config import RaptorConfig
@@ -29,6 +30,7 @@ from raptor_hf.moe.fused import fused_family
 from raptor_hf.moe.table import families_table
 from raptor_hf.trainer import RaptorTrainer
 from tests.families import build
+from tests.helpers import tiny_config
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 
@@ -139,6 +141,13 @@ def test_experts_that_the_kernel_does_not_compute_are_refused(name, settings, wo
     with torch.device("meta"):
         model = AutoModel.from_config(config)
     with pytest.raises(UnsupportedModelError, match=words):
+        find_moe_layout(model)
+
+
+@pytest.mark.parametrize("sparse", [0, 1])
+def test_switch_with_a_decoder_is_refused(sparse):
+    model = SwitchTransformersForConditionalGeneration(tiny_config(num_sparse_decoder_layers=sparse))
+    with pytest.raises(UnsupportedModelError, match=r"with a decoder.*SequenceClassification"):
         find_moe_layout(model)
 
 

@@ -56,7 +56,7 @@ def test_roles_owners_and_neighbours(family):
         expected = brute_owners(stock, items, layer.name, "gate")
         assert owner_map(stock, items, layer.index, data_collator=collate, batch_size=3).tolist() == expected
         used |= set(expected)
-    assert len(used) >= 3
+    assert len(used) >= 2
     for mode in ("functorch", "hooks"):
         report = check_model(stock, records=ITEMS[:3], collate=collate, mode=mode, raise_on_error=False)
         refused = [finding.what for finding in report.errors]
