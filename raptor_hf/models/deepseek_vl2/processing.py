@@ -91,7 +91,6 @@ class DeepseekVL2Processor(ProcessorMixin):
         cls, pretrained_model_name_or_path: Any, processor_dict: Mapping[str, Any] | None = None, **kwargs: Any
     ) -> list[Any]:
         """The image processor from `processor_config.json`, where published checkpoints have its settings unnested."""
-        kwargs.pop("subfolder", None)
         settings = dict(processor_dict or {})
         if "image_processor" in settings:
             images = DeepseekVL2ImageProcessor.from_dict(dict(settings["image_processor"]))

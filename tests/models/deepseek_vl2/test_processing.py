@@ -138,7 +138,10 @@ def test_what_it_cannot_do_is_refused():
 
 def test_saved_and_loaded(tmp_path):
     made = processor()
+    made.save_pretrained(tmp_path / "inside")
+    loaded = DeepseekVL2Processor.from_pretrained(tmp_path, subfolder="inside")
     made.save_pretrained(tmp_path)
+    assert loaded.to_dict() == made.to_dict() and len(loaded.tokenizer) == len(made.tokenizer)
     loaded = DeepseekVL2Processor.from_pretrained(tmp_path)
     assert loaded.to_dict() == made.to_dict() and loaded.chat_template == made.chat_template
     assert len(loaded.tokenizer) == len(made.tokenizer) and loaded.tokenizer.padding_side == "right"
