@@ -39,7 +39,7 @@ from raptor_hf.moe.lora import adapter_plan, stream_parameters
 from raptor_hf.moe.ownership import current_owner_map, owner_distribution, owner_map
 from raptor_hf.moe.routing import iterate_batches
 from raptor_hf.privacy.clipping import clip_and_sum_by_owner, clip_factors
-from raptor_hf.validate import integer, one_of, positive
+from raptor_hf.validate import integer, one_of, positive, probability
 
 __all__ = [
     "ExpertDiagnostics",
@@ -202,7 +202,8 @@ def expert_diagnostics(
     sigma, norm = positive("noise_multiplier", noise_multiplier), positive("max_norm", max_norm)
     batch = positive("expected_batch_size", expected_batch_size)
     records, plan = prepare(model, data, data_collator, batch_size), adapter_plan(model)
-    size = integer("dataset_size", dataset_size or records.size, minimum=1)
+    size = integer("dataset_size", records.size if dataset_size is None else dataset_size, minimum=1)
+    rate = probability("expected_batch_size / dataset_size", batch / size)
     experts = plan.protected.num_experts
     parameters = stream_parameters(model)["expert"]
     dimension = sum(p.numel() for p in parameters.values()) // experts
@@ -228,7 +229,7 @@ def expert_diagnostics(
     )  # fmt: skip
     snr = np.asarray(
         expert_snr(
-            share * size, mu_squared, sample_rate=batch / size, noise_multiplier=sigma, max_norm=norm,
+            share * size, mu_squared, sample_rate=rate, noise_multiplier=sigma, max_norm=norm,
             dimension=dimension,
         )
     )  # fmt: skip

@@ -151,6 +151,12 @@ def test_a_sample_stands_for_the_dataset():
     assert part.error.total == pytest.approx(whole.error.total, rel=1e-9)
 
 
+@pytest.mark.parametrize("change", [{"dataset_size": 0}, {"dataset_size": 4}, {"noise_multiplier": 0.0}])
+def test_impossible_settings_are_refused(change):
+    with pytest.raises(PrivacyConfigError, match="must"):
+        diag.expert_diagnostics(adapted(), RECORDS, data_collator=collate, **{**NOISE, **change})
+
+
 def test_mean_loss_is_the_mean_of_the_records_losses():
     model = adapted()
     rows = hand(model, RECORDS, weighted=False)
