@@ -107,7 +107,8 @@ def check_lengths(records: Any, limits: Limits, collate: Callable[[list], Mappin
     batches (`check_limits`), all of them when owners are computed.
     """
     if "input_ids" in (getattr(records, "column_names", None) or ()):
-        lengths = [len(ids) for ids in records["input_ids"]]
+        plain = records.with_format(None) if hasattr(records, "with_format") else records
+        lengths = [len(ids) for ids in plain["input_ids"]]
     elif isinstance(records, (list, tuple)):
         lengths = [len(r["input_ids"]) if isinstance(r, Mapping) and "input_ids" in r else -1 for r in records]
     else:

@@ -125,6 +125,15 @@ def _check_experts(name: str, experts: nn.Module) -> None:
         )
 
 
+def _refuse_quantized(name: str, module: nn.Module) -> None:
+    if name.endswith(".experts") and not all(p.is_floating_point() for p in module.parameters(recurse=False)):
+        raise UnsupportedModelError(
+            f"The routed experts `{name}` ({type(module).__name__}) were given",
+            "They are quantized: the per-record kernel multiplies by their weights as they are",
+            "Load the model dequantized, e.g. GPT-OSS with `quantization_config=Mxfp4Config(dequantize=True)`",
+        )
+
+
 def _check_block(block: nn.Module) -> None:
     """Refuse a block whose routing depends on more than its own input, or that is a whole decoder layer."""
     shipped = getattr(block, "_shipped", type(block))
@@ -142,6 +151,7 @@ def find_fused_layers(model: nn.Module) -> list[SparseLayer]:
     """The sparse layers of a model with decorated experts, from structure alone; empty without any."""
     layers = []
     for name, experts in model.named_modules():
+        _refuse_quantized(name, experts)
         if not is_fused_experts(experts) or "." not in name:
             continue
         _check_experts(name, experts)

@@ -22,6 +22,8 @@ engine, independence of the neighbours, owners, one training cycle, adapters rea
 """
 
 _STRUCTURE = """
+Weights must not be quantized: GPT-OSS is loaded with `quantization_config=Mxfp4Config(dequantize=True)`.
+
 ## Told by structure
 
 A model of any other type is accepted when its routed experts are decorated with `use_experts_implementation` of

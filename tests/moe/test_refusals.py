@@ -158,6 +158,16 @@ def test_a_model_of_several_media_is_refused():
         find_moe_layout(model)
 
 
+def test_quantized_experts_are_refused():
+    """As GPT-OSS's checkpoints are loaded where nothing else is said: packed bytes, in a class of their own."""
+    model = build("gpt_oss")
+    experts = nn.Module()
+    experts.down_proj = nn.Parameter(torch.zeros(4, 16, 6, dtype=torch.uint8), requires_grad=False)
+    model.model.layers[1].mlp.experts = experts
+    with pytest.raises(UnsupportedModelError, match=r"layers\.1\.mlp\.experts.*quantized.*dequantize=True"):
+        find_moe_layout(model)
+
+
 def test_a_block_without_one_router_is_refused():
     model = build("olmoe")
     block = model.model.layers[0].mlp
