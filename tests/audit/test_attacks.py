@@ -212,6 +212,11 @@ def test_rmia_is_the_share_of_population_records_beaten(gamma, a):
     assert found.tolist() == _rmia_by_definition(target, shadow, mask, others, others_shadow, gamma, a)
 
 
+def test_rmia_counts_a_ratio_of_exactly_gamma():
+    zeros = np.zeros
+    assert rmia_attack(zeros(1), zeros((1, 1)), zeros((1, 1), bool), zeros(3), zeros((1, 3)), gamma=1.0) == [1.0]
+
+
 def test_rmia_removes_the_difficulty_of_records():
     rng = np.random.default_rng(1)
     n, m = 6000, 4000

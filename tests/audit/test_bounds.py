@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from scipy import integrate, stats
 
 from raptor_hf.audit import (
+    bounds,
     clopper_pearson,
     epsilon_from_mu,
     epsilon_lower_bound,
@@ -191,6 +192,17 @@ def test_the_split_judges_on_the_half_that_did_not_choose():
     assert found.epsilon == epsilon_lower_bound(found.tp, 251, found.fp, 251, delta=1e-5)
     assert split_epsilon_bound(scores, member, delta=1e-5) == found
     assert split_epsilon_bound(scores, member, delta=1e-5, seed=1).tp != found.tp
+
+
+def test_no_trial_both_chooses_and_judges(monkeypatch):
+    scores, member = trials(1.5, 200, 4)
+    seen, choose = [], bounds._best_threshold
+    monkeypatch.setattr(bounds, "_best_threshold", lambda s, *rest: seen.append(s) or choose(s, *rest))
+    found = split_epsilon_bound(scores, member, delta=1e-3)
+    judging = ~np.isin(scores, seen[0])
+    assert judging.sum() == 200
+    assert found.tp == ((scores >= found.threshold) & member & judging).sum()
+    assert found.fp == ((scores >= found.threshold) & ~member & judging).sum()
 
 
 def test_order_of_the_trials_cannot_choose_the_threshold():

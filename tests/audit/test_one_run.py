@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from raptor_hf.audit import epsilon_from_mu, guess_membership, one_run_audit, one_run_epsilon, one_run_p_value
+from raptor_hf.audit import epsilon_from_mu, guess_membership, one_run, one_run_audit, one_run_epsilon, one_run_p_value
 from raptor_hf.errors import PrivacyConfigError
 
 ORACLE = Path(__file__).parent.parent / "oracles" / "audit_bounds.csv"
@@ -221,6 +221,16 @@ def test_the_audit_says_what_it_did():
     fixed = one_run_audit(scores, coins, delta=1e-5, selection="fixed", guesses=(20, 10))
     assert fixed.correct == ((guess == 1) & coins).sum() + ((guess == -1) & ~coins).sum()
     assert (fixed.guesses, fixed.most, fixed.least) == (30, 20, 10)
+
+
+def test_no_canary_both_chooses_and_judges(monkeypatch):
+    scores, coins = gaussian_run(301, 2.0, 2)
+    seen, bound = [], one_run._bound
+    monkeypatch.setattr(one_run, "_bound", lambda s, *rest: seen.append(s) or bound(s, *rest))
+    one_run_audit(scores, coins, delta=1e-5, selection="split")
+    assert len(seen) > 3
+    assert all(len(s) == 150 and not np.isin(s, seen[-1]).any() for s in seen[:-1])
+    assert len(seen[-1]) == 151
 
 
 @pytest.mark.parametrize("members", [10, 990])
