@@ -199,9 +199,10 @@ def find_start(resume_from: str | bool | None, output_dir: str, own_run: str | N
     """
     if not resume_from:
         journal = read_json(Path(output_dir) / LEDGER_FILE)
-        if journal is not None and journal["run"] != own_run and journal["shared_steps"]:
+        made = 0 if journal is None else max(journal["shared_steps"], journal["expert_steps"])
+        if journal is not None and journal["run"] != own_run and made:
             logger.warning(
-                f"`{output_dir}` holds an earlier run of {journal['shared_steps']} cycles. A new one starts: its "
+                f"`{output_dir}` holds an earlier run of {made} cycles. A new one starts: its "
                 "epsilon does not include what that one spent. To go on with it, pass `resume_from_checkpoint=True`."
             )
         return Start(None, None, output_dir)
