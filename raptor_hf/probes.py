@@ -17,6 +17,7 @@ from torch import nn
 
 from raptor_hf.errors import Finding, RaptorError, UnsupportedModelError
 from raptor_hf.grad_sample import per_sample_gradients
+from raptor_hf.grad_sample.losses import IGNORED
 from raptor_hf.moe.layout import MoELayout
 from raptor_hf.moe.lora import attach_adapters, resolve_layer, stream_parameters
 from raptor_hf.moe.routing import model_inputs
@@ -113,6 +114,7 @@ def probe_model(
         Findings: values that move with the neighbours or with padding, buffers that a forward pass changes.
     """
     findings: list[Finding] = []
+    batch, speaks = _with_labels(batch, label_names)
     wide, tokens = _more_padding(model, batch, label_names)
     alone = {key: value[:1, :tokens] if _has_tokens(batch, key) else value[:1] for key, value in batch.items()}
     variants = {
@@ -125,7 +127,7 @@ def probe_model(
     with _train_mode(model), torch.random.fork_rng():
         try:
             before, reached = _values(model, wide, tokens, mode)
-            if not reached:
+            if speaks and not reached:
                 findings.append(_UNREACHED)
             for name, (changed, tolerance) in variants.items():
                 after, _ = _values(model, changed, tokens, mode)
@@ -202,6 +204,27 @@ def _values(model: nn.Module, batch: Batch, tokens: int, mode: str) -> tuple[dic
         reached |= any(bool(g.any()) for name, g in grads.items() if layout.role(name) == "shared")
         found[f"gradient ({stream} stream)"] = torch.cat([g[0].detach().flatten() for g in grads.values()])
     return found, reached
+
+
+def _with_labels(batch: Batch, label_names: Sequence[str]) -> tuple[Batch, bool]:
+    """The batch with labels for records that have none, so that a gradient can be looked at; has any record one now?
+
+    Whether training is refused must not hang on the first records of a private set being supervised.
+    """
+    changed, speaks = dict(batch), False
+    for name in label_names:
+        labels, ids = batch.get(name), batch.get("input_ids")
+        if labels is None or labels.is_floating_point():
+            speaks |= labels is not None
+        elif labels.dim() == 2 and ids is not None and labels.shape == ids.shape:
+            silent = (labels == IGNORED).all(1, keepdim=True)
+            mask = batch["attention_mask"].bool() if "attention_mask" in batch else torch.ones_like(silent)
+            changed[name] = torch.where(silent & mask, ids, labels)
+            speaks |= bool((changed[name][:, 1:] != IGNORED).any())
+        else:
+            changed[name] = labels.masked_fill(labels == IGNORED, 0)
+            speaks = True
+    return changed, speaks
 
 
 def _close(one: torch.Tensor, other: torch.Tensor, tolerance: float) -> bool:

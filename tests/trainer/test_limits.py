@@ -10,7 +10,7 @@ from datasets import Dataset
 from peft import LoraConfig
 from transformers import BertConfig, BertForSequenceClassification, RobertaConfig, RobertaForSequenceClassification
 
-from raptor_hf import PrivacyConfigError
+from raptor_hf import PrivacyConfigError, UnsupportedModelError
 from raptor_hf.config import RaptorConfig
 from raptor_hf.data import CompletionCollator
 from raptor_hf.grad_sample import per_sample_gradients
@@ -192,8 +192,7 @@ def test_class_labels_in_a_column_are_class_labels(mode):
 
 @pytest.mark.parametrize("mode", ["functorch", "hooks"])
 def test_training_on_silent_records_moves_nothing_but_by_noise(mode, tmp_path):
-    """C is 1e-6: what is left of an update is noise of that size, and never NaN."""
-    speaking = families.records(3, seed=4, causal=True)
+    """C is 1e-6: what is left of an update is noise of that size, and never NaN. The check before training passes."""
     silent = [
         {"input_ids": [5, 6, 7], "attention_mask": [1] * 3, "labels": [-100] * 3},
         {"input_ids": [5, 6], "attention_mask": [0, 0], "labels": [-100] * 2},
@@ -201,7 +200,7 @@ def test_training_on_silent_records_moves_nothing_but_by_noise(mode, tmp_path):
     ]
     trainer = language_trainer(
         tmp_path,
-        [*speaking, *silent],
+        silent * 4,
         grad_sample_mode=mode,
         optim="sgd",
         learning_rate=1.0,
@@ -209,10 +208,18 @@ def test_training_on_silent_records_moves_nothing_but_by_noise(mode, tmp_path):
         expert_max_grad_norm=1e-6,
         lr_scheduler_type="constant",
     )
-    fix_draws(trainer, [([3, 4, 5], [4, 5, 3])] * 2)
+    fix_draws(trainer, [([0, 1, 2], [4, 2, 3])] * 2)
     streams = stream_parameters(trainer.model)
     before = {n: p.detach().clone() for ps in streams.values() for n, p in ps.items()}
     trainer.train()
     for name, parameter in {**streams["shared"], **streams["expert"]}.items():
         moved = float((parameter.detach() - before[name]).abs().max())
         assert 0 < moved < 1e-3, name
+
+
+def test_the_check_before_training_still_sees_through_records_without_labels(tmp_path):
+    """Labels are put in for the probe: an adapter that nothing reaches is found all the same."""
+    silent = [{"input_ids": [5, 6, 7], "attention_mask": [1] * 3, "labels": [-100] * 3}] * 8
+    trainer = language_trainer(tmp_path, silent)
+    trainer.model.lm_head.register_forward_pre_hook(lambda _m, args: tuple(x.detach() for x in args))
+    assert_refused_before_training(trainer, UnsupportedModelError, "no gradient reaches")
