@@ -206,6 +206,13 @@ def read_fused_routing(block: nn.Module, hidden: torch.Tensor, score: str | None
             del experts.forward
         else:
             experts.forward = before
+    ranked = index.sort(dim=-1).values
+    if bool(((ranked[..., 1:] == ranked[..., :-1]) & (ranked[..., 1:] < len(experts.down_proj))).any()):
+        raise UnsupportedModelError(
+            f"The router of `{type(block).__name__}` sent a token to one expert twice",
+            "A record's gradient for its owner is taken from one choice of each token, and would be wrong",
+            "Use a router whose choices differ",
+        )
     rows = hidden.shape[:-1]
     gate = gate.double()
     gate = gate / gate.sum(-1, keepdim=True).clamp_min(torch.finfo(torch.float64).tiny)

@@ -8,8 +8,9 @@ from peft import LoraConfig
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from raptor_hf.errors import UnsupportedModelError
 from raptor_hf.grad_sample import per_sample_gradients
-from raptor_hf.moe import attach_adapters, find_moe_layout, stream_parameters
+from raptor_hf.moe import attach_adapters, find_moe_layout, owner_map, stream_parameters
 from raptor_hf.moe.families import FUSED
 from raptor_hf.moe.fused import read_fused_routing
 from tests.families import FAMILIES, build, collate, records, shake
@@ -161,3 +162,17 @@ def test_memory_of_the_expert_stream_does_not_grow_with_the_experts(mode):
         assert {tuple(v.shape) for v in found.values()} == {(6, 4, 16), (6, 64, 4), (6, 4, 32), (6, 16, 4)}
         largest[experts] = seen.elements
     assert largest[64] == largest[4] > 6 * 9 * 32
+
+
+def test_a_router_that_chooses_an_expert_twice_is_refused():
+    model = build("olmoe")
+    layer = find_moe_layout(model).sparse_layers[0]
+    owner_map(model, records(4), layer.index, data_collator=collate)
+
+    def twice(_module, _args, out):
+        logits, gate, index = out
+        return logits, gate, index[:, :1].expand_as(index)
+
+    layer.router.register_forward_hook(twice)
+    with pytest.raises(UnsupportedModelError, match="one expert twice"):
+        owner_map(model, records(4), layer.index, data_collator=collate)
