@@ -24,10 +24,10 @@ from benchmarks.utility.settings import GROUPS, TUNED_FILE, VARIANTS, Settings, 
 
 __all__ = ["STAGES", "best", "candidates", "main"]
 
-RATES = (1e-3, 3e-3, 5e-3, 1e-2)
-SHAPES = ((125, 48), (500, 12))  # beside (250, 24): (B, cycles)
-CLIPS = (0.1, 10.0)  # beside 1
-SPLITS = (0.7, 0.95)  # beside .9
+RATES = (1e-3, 3e-3, 1e-2)
+SHAPES = ((500, 12),)  # beside (250, 24): (B, cycles)
+CLIPS = (0.1,)  # beside 1
+SPLITS = (0.7,)  # beside .9
 STAGES = ("learning_rate", "shape", "clip", "last")
 TRIALS = len(RATES) + len(SHAPES) + len(CLIPS) + len(SPLITS)
 
@@ -49,10 +49,10 @@ def candidates(stage: str, current: Settings) -> list[Settings]:
     if stage == "clip":
         if variant.private:
             return [dataclasses.replace(current, clip=value) for value in CLIPS]
-        return rates((0.25, 0.5))
+        return rates((1.5,))
     if len(variant.streams) > 1:
         return [dataclasses.replace(current, budget_split=value) for value in SPLITS]
-    return rates((0.7, 1.4))
+    return rates((0.6,))
 
 
 def best(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
