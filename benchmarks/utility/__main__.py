@@ -32,7 +32,7 @@ __all__ = ["main", "make_parser", "plan"]
 OVERRIDES = {
     "train_size": int, "eval_size": int, "public_size": int, "max_length": int, "batch_size": int, "cycles": int,
     "learning_rate": float, "expert_learning_rate": float, "clip": float, "budget_split": float, "rank": int,
-    "engine": str, "micro_batch": int,
+    "ownership": str, "dtype": str, "engine": str, "micro_batch": int,
 }  # fmt: skip
 
 

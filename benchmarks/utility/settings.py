@@ -101,7 +101,8 @@ class Settings:
         seed: of the initial adapters and head. Sampling and noise come from the operating system in every run.
         train_size, eval_size: at most so many records of a split (None: all). max_length: tokens of a record.
         batch_size: B. cycles: T. clip: C of every stream. budget_split: rho, of variants with two streams.
-        learning_rate: of both streams. rank: LoRA's. engine, micro_batch: speed and memory only.
+        learning_rate: of both streams. rank: LoRA's. dtype: of the frozen weights.
+        engine, micro_batch: speed and memory only.
     """
 
     task: str
@@ -120,6 +121,8 @@ class Settings:
     clip: float = 1.0
     budget_split: float = 0.9
     rank: int = 16
+    ownership: str = "gate"
+    dtype: str = "float32"
     engine: str = "hooks"
     micro_batch: int = 64
     data_dir: str | None = None

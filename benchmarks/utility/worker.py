@@ -47,12 +47,17 @@ def _layer(settings: Settings, task: TextTask, model: Any, tokenizer: Any, cache
     """The protected layer as a block index, from the public corpus once for a task and model (Eq. 4)."""
     if task.public is None:
         return "last"
-    path = (
-        cache / f"{settings.task}-{settings.model.replace('/', '_')}-{settings.public_size}-{settings.max_length}.json"
-    )
+    names = (settings.task, settings.model.replace("/", "_"), settings.ownership)
+    path = cache / f"{'-'.join(names)}-{settings.public_size}-{settings.max_length}.json"
     if not path.exists():
         disjoint = check_disjoint(task.public, task.train.remove_columns("labels"))
-        found = select_layer(model, task.public, data_collator=DataCollatorWithPadding(tokenizer), batch_size=128)
+        found = select_layer(
+            model,
+            task.public,
+            rule=settings.ownership,
+            data_collator=DataCollatorWithPadding(tokenizer),
+            batch_size=128,
+        )
         write_json(
             path, {"layer": found.layer, "margin_nats": min(found.margin, 1e9), "records": found.records,
                    "disjoint_from_private": disjoint, "table": found.table},
@@ -70,7 +75,7 @@ def _config(settings: Settings, layer: str, folder: str) -> RaptorConfig:
     return RaptorConfig(
         folder,
         **{
-            "method": variant.method, "protected_layer": layer, "seed": settings.seed,
+            "method": variant.method, "protected_layer": layer, "ownership": settings.ownership, "seed": settings.seed,
             "expected_batch_size": settings.batch_size, "max_steps": settings.cycles,
             "per_device_train_batch_size": settings.micro_batch, "per_device_eval_batch_size": 128,
             "learning_rate": settings.learning_rate, "expert_learning_rate": settings.expert_learning_rate,
@@ -89,7 +94,8 @@ def run(settings: Settings, output: Path) -> dict[str, Any]:
     sizes = (settings.train_size, settings.eval_size, settings.public_size)
     task = _task(settings.task, settings.data_dir, sizes, settings.model, settings.max_length)
     set_seed(settings.seed)
-    model, tokenizer = load_base_model(settings.model, len(task.labels))
+    model, tokenizer = load_base_model(settings.model, len(task.labels), settings.dtype)
+    model.to("cuda" if torch.cuda.is_available() else "cpu")
     layer = _layer(settings, task, model, tokenizer, output / "routing")
     set_seed(settings.seed)
     with tempfile.TemporaryDirectory() as folder:

@@ -44,6 +44,7 @@ def test_every_setting_that_decides_a_run_changes_its_key_and_no_other():
         "task": "sst2", "model": "minilm", "variant": "shared_only", "epsilon": 4.0, "seed": 1, "train_size": 10,
         "eval_size": 10, "public_size": 10, "max_length": 7, "batch_size": 9, "cycles": 5, "learning_rate": 0.5,
         "expert_learning_rate": 0.1, "clip": 0.2, "budget_split": 0.8, "rank": 3,
+        "ownership": "vote", "dtype": "bfloat16",
     }  # fmt: skip
     free = {"engine": "functorch", "micro_batch": 8, "data_dir": "/elsewhere"}
     assert {*other, *free} == {field.name for field in dataclasses.fields(Settings)}
@@ -167,7 +168,7 @@ def test_every_method_gets_the_same_number_of_trials():
         start = Settings("imdb", "tiny", name, 8.0 if VARIANTS[name].private else math.inf, 0)
         found = {start_trial.key for stage in STAGES for start_trial in candidates(stage, start)}
         first = {s.key for s in candidates("learning_rate", start)}
-        assert len(found) == TRIALS and len(first) == 3, name
+        assert len(found) == TRIALS and len(first) == 4, name
 
 
 def test_a_trial_never_reads_the_private_task():
