@@ -7,9 +7,11 @@ import fcntl
 import json
 import os
 import shlex
+import signal
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -55,6 +57,10 @@ def _only_driver(output: Path) -> Iterator[None]:
         except OSError:
             raise SystemExit(f"Another driver works on `{output}`. Wait for it, or give another `--output`.") from None
         yield
+
+
+def _interrupt(number: int, frame: Any) -> None:
+    raise SystemExit(128 + number)
 
 
 def _groups(pending: Sequence[Settings]) -> list[list[Settings]]:
@@ -114,6 +120,8 @@ def execute(
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(json.dumps(settings.to_dict(), indent=1) + "\n", encoding="utf-8")
         waiting, active = _groups(pending), []
+        main_thread = threading.current_thread() is threading.main_thread()  # no other may set a handler
+        before = signal.signal(signal.SIGTERM, _interrupt) if main_thread else None  # so that the processes end too
         prefix, known, durations, seen = shlex.split(launcher), len(keys) - len(pending), [], set()
         count = known
         progress(count, len(keys), None)
@@ -134,4 +142,6 @@ def execute(
                 process.terminate()
             for process in active:
                 process.wait()
+            if main_thread:
+                signal.signal(signal.SIGTERM, before)
     return Outcome(tuple(k for k in keys if finished(k)), tuple(k for k in keys if not finished(k)))
