@@ -13,6 +13,7 @@ from typing import Any
 
 from benchmarks.utility.settings import VARIANTS
 from benchmarks.utility.verify import verify_result
+from raptor_hf.analysis import plot_accuracy_vs_epsilon
 
 __all__ = ["Cell", "markdown_table", "monotonicity_notes", "plot", "summarise", "write_report"]
 
@@ -137,39 +138,18 @@ def _csv(rows: Sequence[Mapping[str, Any]], fields: Sequence[str]) -> str:
     return text.getvalue()
 
 
-def plot(cells: Mapping[tuple[str, str, str, float], Cell], task: str, model: str, path: Path) -> Path:
-    """Accuracy over epsilon with standard errors, as a PNG file; runs without noise as horizontal lines."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7.5, 4.5), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.subplots()
-    mine = {(v, e): c for (t, m, v, e), c in cells.items() if (t, m) == (task, model)}
-    colours = [f"C{i}" for i in range(10)]
-    for index, variant in enumerate(v for v in VARIANTS if any(name == v for name, _ in mine)):
-        points = sorted((e, c) for (v, e), c in mine.items() if v == variant and math.isfinite(e))
-        colour, label = colours[index % len(colours)], VARIANTS[variant].label
-        if points:
-            # a little apart, so that the bars of two methods do not hide each other
-            places = [e * 1.012 ** (index - 4) for e, _ in points]
-            bars = [0.0 if math.isnan(c.error) else c.error for _, c in points]
-            style = {"lw": 2.2} if variant == "raptor" else {"lw": 1.2}
-            axes.errorbar(places, [c.mean for _, c in points], bars, marker="o", ms=4, capsize=3, color=colour,
-                          label=label, **style)  # fmt: skip
-        unlimited = mine.get((variant, math.inf))
-        if unlimited is not None:
-            axes.axhline(unlimited.mean, ls="--", lw=1, color=colour, label=None if points else label)
-    axes.set_xscale("log", base=2)
-    ticks = sorted({e for _, e in mine if math.isfinite(e)})
-    axes.set_xticks(ticks, [f"{e:g}" for e in ticks])
-    axes.minorticks_off()
-    axes.set_xlabel("ε (upper bound, δ = n^-1.1)")
-    axes.set_ylabel("accuracy, %")
-    axes.set_title(f"{task}, {model}: mean and standard error over the seeds", fontsize=10)
-    figure.legend(loc="outside right center", fontsize=8)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
+def plot(results: Sequence[Mapping[str, Any]], path: Path, *, chance: float | None = None) -> Path:
+    """Accuracy over epsilon, one line a method, bars of one standard deviation over the seeds, as a PNG file."""
+    order = list(VARIANTS)
+    rows = [
+        {
+            "method": VARIANTS[r["settings"]["variant"]].label,
+            "epsilon": float(r["settings"]["epsilon"]),
+            "accuracy, %": 100 * r["accuracy"],
+        }
+        for r in sorted(results, key=lambda r: order.index(r["settings"]["variant"]))
+    ]
+    plot_accuracy_vs_epsilon(rows, path, value="accuracy, %", chance=chance)
     return path
 
 
@@ -207,7 +187,7 @@ def write_report(results: Sequence[dict[str, Any]], output: Path) -> list[Path]:
         sections.append(
             f"{text}{len(of_task)} runs, {cpu:.0f} s of CPU time each.\n\n{markdown_table(cells, task, model)}\n"
         )
-        paths.append(plot(cells, task, model, output / f"accuracy-{task}-{model.replace('/', '_')}.png"))
+        paths.append(plot(of_task, output / f"accuracy-{task}-{model.replace('/', '_')}.png"))
     notes = monotonicity_notes(cells)
     heading = "## A smaller budget that did better\n\n"
     sections.append(heading + ("".join(f"* {note}\n" for note in notes) or "None, beyond twice the standard error.\n"))
