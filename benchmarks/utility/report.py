@@ -187,7 +187,13 @@ def write_report(results: Sequence[dict[str, Any]], output: Path) -> list[Path]:
         sections.append(
             f"{text}{len(of_task)} runs, {cpu:.0f} s of CPU time each.\n\n{markdown_table(cells, task, model)}\n"
         )
-        paths.append(plot(of_task, output / f"accuracy-{task}-{model.replace('/', '_')}.png"))
+        name = f"{task}-{model.replace('/', '_')}.png"
+        ablations = [r for r in of_task if VARIANTS[r["settings"]["variant"]].tuned_as == "raptor"]
+        methods = [r for r in of_task if r not in ablations or r["settings"]["variant"] == "raptor"]
+        if methods:
+            paths.append(plot(methods, output / f"accuracy-{name}"))
+        if any(r["settings"]["variant"] != "raptor" for r in ablations):
+            paths.append(plot(ablations, output / f"ablations-{name}"))
     notes = monotonicity_notes(cells)
     heading = "## A smaller budget that did better\n\n"
     sections.append(heading + ("".join(f"* {note}\n" for note in notes) or "None, beyond twice the standard error.\n"))
