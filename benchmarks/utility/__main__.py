@@ -58,6 +58,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--tuned", type=Path, default=TUNED_FILE, help="frozen settings of every method")
     parser.add_argument("--jobs", type=int, default=1, help="processes at a time, one core each")
     parser.add_argument("--launcher", default="", help="command before each process, e.g. 'nice -n 10'")
+    parser.add_argument("--routing-only", action="store_true", help="the routing table of the public corpus, no run")
     parser.add_argument("--report-only", action="store_true", help="tables of the results that are there")
     for name, kind in OVERRIDES.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=kind, help="for all methods, over what was tuned")
@@ -76,6 +77,8 @@ def plan(args: argparse.Namespace) -> list[Settings]:
     runs = []
     for name in resolve_names([n for n in names if n]):
         values = {"rank": rank_of(args.model, name), **tuned_settings(args.model, name, args.tuned), **given}
+        if "cycles" not in values:  # those of the paper's settings follow from the size of the task
+            raise ValueError(f"{args.tuned.name} leaves the number of cycles open. Give `--cycles`, epochs x n / B.")
         for epsilon in epsilons if VARIANTS[name].private else [math.inf]:
             for seed in range(args.first_seed, args.first_seed + args.seeds):
                 runs.append(Settings(args.task, args.model, name, epsilon, seed, data_dir=args.data_dir, **values))
@@ -92,6 +95,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(str(error.args[0]))
     if args.data_dir is not None:
         runs = [dataclasses.replace(settings, data_dir=str(Path(args.data_dir).resolve())) for settings in runs]
+    if args.routing_only:
+        from benchmarks.utility.worker import routing
+
+        path = routing(runs[0], args.output)
+        print(path.read_text(encoding="utf-8"))
+        return 0
     failed: tuple[str, ...] = ()
     if not args.report_only:
         with Progress(f"{args.task}, {args.model}") as progress:

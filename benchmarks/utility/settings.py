@@ -175,14 +175,14 @@ def rank_of(model: str, variant: str) -> int:
 
 
 def tuned_settings(model: str, variant: str, path: Path = TUNED_FILE) -> dict[str, Any]:
-    """The settings frozen for a variant: those of `model`, or else of the bundled model.
+    """The settings frozen for a variant: those of `model`, else of "default", else of the bundled model.
 
     Raises:
         KeyError: nothing was tuned for that method.
     """
     chosen = json.loads(path.read_text(encoding="utf-8"))["chosen"]
     name = VARIANTS[variant].tuned_as or variant
-    table = chosen.get(model, chosen["tiny"])
+    table = chosen.get(model) or chosen.get("default") or chosen.get("tiny", {})
     if name not in table:
         raise KeyError(f"{path.name} has no settings for `{name}`; make them: python -m benchmarks.utility.tune")
     return dict(table[name])

@@ -30,10 +30,11 @@ from benchmarks.utility.settings import VARIANTS, Settings
 from benchmarks.utility.tasks import load, load_base_model
 from benchmarks.utility.verify import verify
 from raptor_hf import RaptorConfig, RaptorTrainer, select_layer
+from raptor_hf.analysis import plot_routing_table
 from raptor_hf.data import TextTask, classification_metrics, tokenize_task
 from raptor_hf.moe import check_disjoint
 
-__all__ = ["main", "run"]
+__all__ = ["main", "routing", "run"]
 
 
 @functools.lru_cache(maxsize=1)
@@ -43,12 +44,16 @@ def _task(name: str, data_dir: str | None, sizes: tuple, model: str, max_length:
     return tokenize_task(task, tokenizer, max_length)
 
 
+def _layer_file(settings: Settings, cache: Path) -> Path:
+    names = (settings.task, settings.model.replace("/", "_"), settings.ownership)
+    return cache / f"{'-'.join(names)}-{settings.public_size}-{settings.max_length}.json"
+
+
 def _layer(settings: Settings, task: TextTask, model: Any, tokenizer: Any, cache: Path) -> str:
     """The protected layer as a block index, from the public corpus once for a task and model (Eq. 4)."""
     if task.public is None:
         return "last"
-    names = (settings.task, settings.model.replace("/", "_"), settings.ownership)
-    path = cache / f"{'-'.join(names)}-{settings.public_size}-{settings.max_length}.json"
+    path = _layer_file(settings, cache)
     if not path.exists():
         disjoint = check_disjoint(task.public, task.train.remove_columns("labels"))
         found = select_layer(
@@ -63,6 +68,25 @@ def _layer(settings: Settings, task: TextTask, model: Any, tokenizer: Any, cache
                    "disjoint_from_private": disjoint, "table": found.table},
         )  # fmt: skip
     return str(json.loads(path.read_text(encoding="utf-8"))["layer"])
+
+
+def routing(settings: Settings, output: Path) -> Path:
+    """The routing table of the task's public corpus as a JSON file and a figure; trains nothing, reads no label.
+
+    Raises:
+        ValueError: the task has no public corpus.
+    """
+    sizes = (settings.train_size, settings.eval_size, settings.public_size)
+    task = _task(settings.task, settings.data_dir, sizes, settings.model, settings.max_length)
+    if task.public is None:
+        raise ValueError(f"`{settings.task}` has no public corpus. Put one into the data folder as public*.tsv.")
+    model, tokenizer = load_base_model(settings.model, len(task.labels), settings.dtype)
+    model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
+    _layer(settings, task, model, tokenizer, output / "routing")
+    path = _layer_file(settings, output / "routing")
+    found = json.loads(path.read_text(encoding="utf-8"))
+    plot_routing_table(found["table"], path.with_suffix(".png"), chosen=found["layer"])
+    return path
 
 
 def _config(settings: Settings, layer: str, folder: str) -> RaptorConfig:

@@ -139,6 +139,18 @@ def test_flags_add_tables_and_override_what_was_tuned(tmp_path):
     assert {(s.cycles, s.learning_rate, s.batch_size) for s in runs} == {(3, 0.25, 100)}
 
 
+def test_the_papers_settings_leave_the_cycles_to_the_task(tmp_path):
+    paper = str(TUNED_FILE.with_name("paper.json"))
+    arguments = ["--task", "sst2", "--model", "switch-base-8", "--methods", "table1", "--tuned", paper]
+    with pytest.raises(ValueError, match="--cycles"):
+        plan(make_parser().parse_args(arguments))
+    runs = plan(make_parser().parse_args([*arguments, "--cycles", "1347"]))
+    assert {(s.learning_rate, s.batch_size, s.clip, s.budget_split, s.cycles) for s in runs} == {
+        (5e-4, 1000, 1.0, 0.9, 1347)
+    }
+    assert {s.variant: s.rank for s in runs}["raptor"] == 128
+
+
 def test_what_was_never_tuned_is_an_error(tmp_path, capsys):
     path = tmp_path / "tuned.json"
     write_json(path, {"chosen": {"tiny": {}}})
