@@ -4,8 +4,8 @@
 
 The task is IMDb sentences with the label of their review: public, so no trial spends privacy of the task that is
 reported. From the paper's Table 4: learning rate, clipping norm and budget split, one after the other, each stage from
-the best of the stages before. Batch and cycles are the same for all, as they are the computing time: 24 cycles of 250 of
-7,500 records in place of the paper's 1,347 of 1,000 of 67,349. So few cycles want larger rates: ten times the grid's.
+the best of the stages before. Batch and cycles, the computing time, are the same for all: 24 cycles of 250 of 7,500
+records in place of the paper's 1,347 of 1,000 of 67,349. So few cycles want larger rates: ten times the grid's.
 """
 
 from __future__ import annotations
