@@ -476,3 +476,15 @@ def test_a_command_trains_reports_and_resumes(tmp_path, capsys):
     before = {path: path.stat().st_mtime_ns for path in (output / "runs").iterdir()}
     assert main(arguments) == 0
     assert {path: path.stat().st_mtime_ns for path in (output / "runs").iterdir()} == before
+
+
+def test_the_routing_table_needs_no_run(tmp_path, capsys):
+    output = tmp_path / "out"
+    arguments = ["--routing-only", "--methods", "raptor", "--train-size", "100", "--public-size", "40"]
+    assert main([*arguments, "--output", str(output), "--tuned", str(_tuned(tmp_path / "tuned.json"))]) == 0
+    found = json.loads(capsys.readouterr().out)
+    rows = {row["block"]: row for row in found["table"]}
+    assert set(rows) == {1, 3} and all(sum(row["counts"]) == 40 for row in rows.values())
+    assert found["layer"] == max(rows, key=lambda block: rows[block]["entropy"]) and found["records"] == 40
+    (figure,) = (output / "routing").glob("*.png")
+    assert figure.stat().st_size > 1_000 and not (output / "runs").exists()
