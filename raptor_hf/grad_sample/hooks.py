@@ -1,8 +1,9 @@
 """The `hooks` engine: one batched forward and backward pass that notes what each record contributes (book-keeping).
 
 In the shared stream every LoRA layer and the head note, in the backward pass, the inputs and output gradients of
-which their per-sample gradients are the outer products; the norms and the clipped sum come from those, and the
-gradients themselves are never all held. In the expert stream the kernel gives the owner's gradients directly.
+which their per-sample gradients are the outer products. Where a gradient is smaller than those, or little larger, it is
+formed at once, in one product as of a pass without privacy; else norms and clipped sum come from the factors, and the
+gradients are never held. In the expert stream the kernel gives the owner's gradients directly.
 """
 
 from __future__ import annotations
@@ -20,12 +21,13 @@ from transformers.utils import ModelOutput
 from raptor_hf.errors import UnsupportedModelError
 from raptor_hf.grad_sample.expert_outer import ExpertOuterProducts, NotedPairs
 from raptor_hf.grad_sample.losses import LossFn, model_loss
-from raptor_hf.grad_sample.outer import OuterProducts
+from raptor_hf.grad_sample.outer import OuterProducts, cheap_to_form, outer_products
 from raptor_hf.grad_sample.owners import adapted_blocks, protected_block
 from raptor_hf.moe.block import kernel_mode
 from raptor_hf.moe.experts import AllAdapters, OwnerAdapters, PairParts
 from raptor_hf.moe.lora import LoraLinear
 from raptor_hf.moe.pairs import Spans
+from raptor_hf.privacy.clipping import RecordGradients
 
 __all__ = ["hooks_gradients"]
 
@@ -33,10 +35,15 @@ _LABELS = "labels"
 
 
 class _Tape:
-    """What the modules noted: parameter name -> parts of `OuterProducts`, or pairs of `ExpertOuterProducts`."""
+    """What the modules noted. A gradient that is cheap to form is formed as soon as its factors are known.
+
+    Attributes: parameter name -> formed gradients (b, *shape), parts of `OuterProducts`, pairs of
+        `ExpertOuterProducts`.
+    """
 
     def __init__(self, records: int):
         self.records = records
+        self.formed: dict[str, torch.Tensor] = {}
         self.parts: dict[str, list[tuple[torch.Tensor, torch.Tensor | None]]] = {}
         self.pairs: dict[str, list[NotedPairs]] = {}
 
@@ -44,8 +51,13 @@ class _Tape:
         """left (b, ..., p) and right (b, ..., q) of one call of a module."""
         self._check_rows(name, left.shape[0])
         shape = (self.records, -1)
+        left = left.detach().reshape(*shape, left.shape[-1])
         right = None if right is None else right.detach().reshape(*shape, right.shape[-1])
-        self.parts.setdefault(name, []).append((left.detach().reshape(*shape, left.shape[-1]), right))
+        if right is None or cheap_to_form(left.shape[1], left.shape[2], right.shape[2]):
+            formed = outer_products(left, right)
+            self.formed[name] = self.formed[name] + formed if name in self.formed else formed
+        else:
+            self.parts.setdefault(name, []).append((left, right))
 
     def note_pairs(self, names: list[str], parts: list[PairParts], spans: Spans, of: torch.Tensor, rows: int) -> None:
         """The factors of a block's adapters `names` (empty: not wanted) in one of its calls."""
@@ -53,6 +65,17 @@ class _Tape:
             if name:
                 self._check_rows(name, rows)
                 self.pairs.setdefault(name, []).append((part, spans, of))
+
+    def gradients(self, name: str, parameter: torch.Tensor, *, of_expert: bool) -> torch.Tensor | RecordGradients:
+        """Everything noted for a parameter, as `ClippedSum.add` takes it."""
+        settings: dict[str, Any] = {"device": parameter.device, "dtype": parameter.dtype}
+        if of_expert:
+            return ExpertOuterProducts(self.records, parameter.shape, self.pairs.get(name, []), **settings)
+        parts = OuterProducts(self.records, parameter.shape, self.parts.get(name, []), **settings)
+        if name not in self.formed:
+            return parts
+        # calls of one module that differ in their number of tokens may have been noted in both ways
+        return self.formed[name] + parts.dense() if name in self.parts else self.formed[name]
 
     def _check_rows(self, name: str, rows: int) -> None:
         if rows != self.records:
@@ -64,24 +87,28 @@ class _Tape:
 
 
 class _TapedLora(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, a, b, scaling, tape, name_a, name_b):
-        ctx.tape, ctx.names, ctx.scaling = tape, (name_a, name_b), scaling
-        wide = x.to(a.dtype)
-        u = F.linear(wide, a)
-        ctx.save_for_backward(wide, u, a, b)
-        ctx.input_dtype = x.dtype
-        return scaling * F.linear(u, b)
+    """base + s B A x, with as few passes over tensors of the width of the layer as can be."""
 
     @staticmethod
-    def backward(ctx, grad):
+    def forward(ctx, base, x, a, b, scaling, tape, name_a, name_b):
+        ctx.tape, ctx.names, ctx.scaling = tape, (name_a, name_b), scaling
+        wide = x.to(a.dtype)
+        u = scaling * F.linear(wide, a)
+        ctx.save_for_backward(wide, u, a, b)
+        ctx.input_dtype = x.dtype
+        if base.dtype == u.dtype == b.dtype:
+            return torch.addmm(base.flatten(0, -2), u.flatten(0, -2), b.mT).view_as(base)
+        return base + F.linear(u, b).to(base.dtype)
+
+    @staticmethod
+    def backward(ctx, grad_out):
         x, u, a, b = ctx.saved_tensors
-        grad = ctx.scaling * grad.to(b.dtype)
-        v = grad @ b
+        grad = grad_out.to(b.dtype)
+        v = ctx.scaling * (grad @ b)
         ctx.tape.note(ctx.names[0], v, x)
         ctx.tape.note(ctx.names[1], grad, u)
-        grad_x = (v @ a).to(ctx.input_dtype) if ctx.needs_input_grad[0] else None
-        return grad_x, None, None, None, None, None, None
+        grad_x = (v @ a).to(ctx.input_dtype) if ctx.needs_input_grad[1] else None
+        return grad_out, grad_x, None, None, None, None, None, None
 
 
 class _TapedLinear(torch.autograd.Function):
@@ -110,8 +137,8 @@ def _taped(model: nn.Module, parameters: Mapping[str, torch.Tensor], tape: _Tape
         if isinstance(module, LoraLinear) and {f"{path}.lora_A", f"{path}.lora_B"} <= left:
             names = (f"{path}.lora_A", f"{path}.lora_B")
 
-            def run(x, a, b, scaling, names=names):
-                return _TapedLora.apply(x, a, b, scaling, tape, *names)
+            def run(base, x, a, b, scaling, names=names):
+                return _TapedLora.apply(base, x, a, b, scaling, tape, *names)
 
             module.taped = run
             undo.append(partial(setattr, module, "taped", None))
@@ -243,11 +270,4 @@ def _shared_gradients(
         total = _losses(model, batch, loss_fn).sum()
         # runs the backward of every taped module and block; they note their parts and return no gradient
         torch.autograd.grad(total, list(parameters.values()), allow_unused=True)
-    found: dict[str, Any] = {}
-    for name, p in parameters.items():
-        settings: dict[str, Any] = {"device": p.device, "dtype": p.dtype}
-        if name in of_experts:
-            found[name] = ExpertOuterProducts(tape.records, p.shape, tape.pairs.get(name, []), **settings)
-        else:
-            found[name] = OuterProducts(tape.records, p.shape, tape.parts.get(name, []), **settings)
-    return found
+    return {name: tape.gradients(name, p, of_expert=name in of_experts) for name, p in parameters.items()}

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import torch
 
-__all__ = ["OuterProducts", "full_precision"]
+__all__ = ["OuterProducts", "cheap_to_form", "full_precision", "outer_products"]
 
 # A Gram matrix in float64 costs about three times as much a product as a formed gradient in float32.
 _GRAM_COST = 3
@@ -27,6 +27,23 @@ def full_precision(device: torch.device) -> Iterator[None]:
 
 def _wide(value: torch.Tensor) -> torch.Tensor:
     return value if value.dtype == torch.float64 else value.float()
+
+
+def cheap_to_form(tokens: int, p: int, q: int) -> bool:
+    """Does forming (p, q) for a record cost less than Gram matrices over its tokens?
+
+    It then takes at most `_GRAM_COST` times the memory of the factors, and less than they do for p q < T (p + q).
+    """
+    return p * q < _GRAM_COST * tokens * (p + q)
+
+
+def outer_products(left: torch.Tensor, right: torch.Tensor | None) -> torch.Tensor:
+    """sum_t left_t right_t^T of every record, formed: left (b, T, p), right (b, T, q) -> (b, p, q); (b, p) without."""
+    left = _wide(left)
+    if right is None:
+        return left.sum(1)
+    with full_precision(left.device):
+        return left.mT @ _wide(right)
 
 
 class OuterProducts:
@@ -74,7 +91,7 @@ class OuterProducts:
                 right = _wide(right)
                 lengths = lengths * right.norm(dim=-1).double()
                 tokens, p, q = left.shape[1], left.shape[2], right.shape[2]
-                if _GRAM_COST * tokens * (p + q) <= p * q:
+                if not cheap_to_form(tokens, p, q):
                     wide_left, wide_right = left.double(), right.double()
                     gram = (wide_left @ wide_left.mT) * (wide_right @ wide_right.mT)
                     norm = gram.sum((1, 2)).clamp_min(0).sqrt()
@@ -106,8 +123,4 @@ class OuterProducts:
         """All gradients, formed: (b, *shape)."""
         if self._left is None:
             return self._like.new_zeros(self.shape)
-        left = _wide(self._left)
-        if self._right is None:
-            return left.sum(1)
-        with full_precision(left.device):
-            return left.mT @ _wide(self._right)
+        return outer_products(self._left, self._right)

@@ -68,7 +68,8 @@ class LoraLinear(nn.Module):
         self.base_layer = base_layer
         self.scaling = scaling
         self.adapters_enabled = True
-        # set by the hooks engine: (x, A, B, scaling) -> scaling * B A x, noting what each record contributes
+        # set by the hooks engine: (base, x, A, B, scaling) -> base + scaling * B A x, noting what each record
+        # contributes
         self.taped: Callable[..., torch.Tensor] | None = None
         device = base_layer.weight.device
         self.lora_A = nn.Parameter(torch.empty(rank, base_layer.in_features, device=device))
@@ -85,7 +86,7 @@ class LoraLinear(nn.Module):
         if not self.adapters_enabled:
             return out
         if self.taped is not None:
-            return out + self.taped(x, self.lora_A, self.lora_B, self.scaling).to(out.dtype)
+            return self.taped(out, x, self.lora_A, self.lora_B, self.scaling)
         update = F.linear(F.linear(x.to(self.lora_A.dtype), self.lora_A), self.lora_B)
         return out + (self.scaling * update).to(out.dtype)
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import math
+from collections.abc import Collection, Iterator, Mapping
 from typing import Protocol
 
 import torch
@@ -11,10 +12,10 @@ from raptor_hf.validate import positive
 
 __all__ = ["RecordGradients", "clip_and_sum", "clip_and_sum_by_owner", "clip_and_sum_jointly", "clip_factors"]
 
-# Room for the rounding of the factor, its product with the gradient and the sum (each about 6e-8 in float32).
+# Room for the rounding of the factor, its product with the gradient and the sum, where they are float32 (each 6e-8).
 _SLACK = 1e-6
-# Elements scaled at a time, which bounds the memory of the scaled copy.
-_CHUNK = 2**24
+# Elements widened to float64 at a time: what a core's cache holds, or what keeps a GPU busy.
+_CHUNK, _GPU_CHUNK = 2**16, 2**22
 
 
 class RecordGradients(Protocol):
@@ -35,15 +36,23 @@ class RecordGradients(Protocol):
         ...
 
 
-def _rows(value: torch.Tensor) -> torch.Tensor:
-    """(b, *shape) -> (b, d), float32 or wider."""
-    value = value if value.dtype == torch.float64 else value.float()
-    return value.flatten(1) if value.dim() > 1 else value.unsqueeze(1)
+def _chunks(value: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
+    """(b, *shape) -> slices of the d columns of (b, d), and those columns in float64, in a buffer used again."""
+    flat = value.flatten(1) if value.dim() > 1 else value.unsqueeze(1)
+    columns = flat.shape[1]
+    step = max(1, (_CHUNK if value.device.type == "cpu" else _GPU_CHUNK) // max(1, len(flat)))
+    buffer = torch.empty(len(flat), min(step, columns), dtype=torch.float64, device=value.device)
+    for start in range(0, columns, step):
+        at = slice(start, min(start + step, columns))
+        yield at, buffer[:, : at.stop - at.start].copy_(flat[:, at])
 
 
 def _norms(value: torch.Tensor | RecordGradients) -> torch.Tensor:
     if isinstance(value, torch.Tensor):
-        return torch.linalg.vector_norm(_rows(value), dim=1, dtype=torch.float64)
+        squares = torch.zeros(len(value), dtype=torch.float64, device=value.device)
+        for _, part in _chunks(value):
+            squares += torch.linalg.vector_norm(part, dim=1).square()
+        return squares.sqrt()
     return value.norms()
 
 
@@ -80,19 +89,19 @@ def _weighted_sums(
 ) -> torch.Tensor:
     """Sums (num_owners, *shape) of the rows of (b, *shape) times `factors`; a factor of zero silences any row.
 
-    Element by element: a matrix product would be rounded to ten bits under TF32 or autocast, and exceed C.
+    Products and sums are float64: one record more must not change how the others' contributions are rounded.
     """
-    flat = _rows(value)
-    scale = factors.to(flat.dtype).unsqueeze(1)
-    sums = torch.zeros(num_owners, flat.shape[1], dtype=torch.float64, device=flat.device)
-    step = max(1, _CHUNK // max(1, len(flat)))
-    for start in range(0, flat.shape[1], step):
-        part = flat[:, start : start + step]
-        part = torch.where(scale == 0, torch.zeros_like(part), part * scale)  # 0 * nan is nan
+    factors = factors.double()
+    silent = (factors == 0).unsqueeze(1)
+    any_silent = bool(silent.any())
+    sums = torch.zeros(num_owners, math.prod(value.shape[1:]), dtype=torch.float64, device=value.device)
+    for at, part in _chunks(value):
+        if any_silent:
+            part.masked_fill_(silent, 0)  # 0 * nan is nan
         if owner is None:
-            sums[:, start : start + step] = part.sum(0, dtype=torch.float64)
+            sums[0, at] = factors @ part
         else:
-            sums[:, start : start + step].index_add_(0, owner, part.double())
+            sums[:, at].index_add_(0, owner, part.mul_(factors.unsqueeze(1)))
     return sums.view(num_owners, *value.shape[1:])
 
 

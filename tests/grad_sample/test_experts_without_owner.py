@@ -13,6 +13,7 @@ from peft import LoraConfig
 
 from raptor_hf.errors import UnsupportedModelError
 from raptor_hf.grad_sample import ENGINES, engine_gradients, model_loss, per_sample_gradients
+from raptor_hf.grad_sample.expert_outer import ExpertOuterProducts
 from raptor_hf.moe import attach_adapters
 from raptor_hf.moe.block import sparse_blocks
 from raptor_hf.moe.pairs import RecordGroups
@@ -209,9 +210,16 @@ def test_engines_agree_in_single_precision_with_what_is_summed(family):
     items, collate = items_of(family)
     reference = per_sample_gradients(model, collate(items), trainable, mode="reference")
     factors = torch.tensor([1.0, 0.0, 0.5, 1.0, 0.25, 1.0], dtype=FLOAT64)
-    for name, value in engine_gradients(model, collate(items), trainable, mode="hooks").items():
+    found = engine_gradients(model, collate(items), trainable, mode="hooks")
+    assert {name for name in found if ".expert_adapters." in name} == {
+        name for name, value in found.items() if isinstance(value, ExpertOuterProducts)
+    }
+    for name, value in found.items():
         exact = reference[name].double()
         scale = max(1e-3, float(exact.abs().max()))
+        if isinstance(value, torch.Tensor):
+            assert float((value.double() - exact).abs().max()) <= 2e-5 * scale, name
+            continue
         assert float((value.dense().double() - exact).abs().max()) <= 2e-5 * scale, name
         assert torch.allclose(value.norms(), exact.flatten(1).norm(dim=1), rtol=1e-3, atol=1e-6)
         assert bool((value.norms() >= value.dense().double().flatten(1).norm(dim=1)).all())

@@ -132,8 +132,8 @@ def test_large_tensors_are_scaled_in_chunks(monkeypatch):
     grads, owner = random_grads(5), torch.tensor([0, 2, 2, 0, 1])
     whole = clip_and_sum(grads, 1.0)[0], clip_and_sum_by_owner(grads, owner, 3, 1.0)[0]
     monkeypatch.setattr("raptor_hf.privacy.clipping._CHUNK", 10)
-    assert distance(clip_and_sum(grads, 1.0)[0], whole[0]) == 0.0
-    assert distance(clip_and_sum_by_owner(grads, owner, 3, 1.0)[0], whole[1]) == 0.0
+    assert distance(clip_and_sum(grads, 1.0)[0], whole[0]) <= 1e-15
+    assert distance(clip_and_sum_by_owner(grads, owner, 3, 1.0)[0], whole[1]) <= 1e-15
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])

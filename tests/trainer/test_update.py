@@ -15,6 +15,8 @@ from tests.trainer.oracle import HandTrainer, owners
 
 BATCH, NORMS, RATES = 8, (10.0, 0.02), (0.02, 0.5)
 RECORDS = tiny_records(16, seed=5)
+ENGINES = ["functorch", "hooks", "reference"]
+FAST = ["functorch", "hooks"]
 DRAWS = [([0, 1, 2, 3, 4, 5, 6, 7, 8, 9], [1, 3, 10, 11, 12, 13]), ([2, 15, 14], [0, 1, 2, 4, 5, 6, 7, 8, 9, 14])]
 
 
@@ -42,7 +44,7 @@ def assert_same(found: dict, expected: dict, start: dict) -> None:
 
 
 @pytest.mark.parametrize("cycles", [1, 2])
-@pytest.mark.parametrize("engine", ["functorch", "reference"])
+@pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("weighted", [True, False])
 def test_cycles_equal_the_formulas(tmp_path, cycles, engine, weighted):
     trainer = noiseless(draws=DRAWS[:cycles], grad_sample_mode=engine, residual_weighting=weighted)
@@ -58,9 +60,10 @@ def test_cycles_equal_the_formulas(tmp_path, cycles, engine, weighted):
     assert len(set(hand.owners)) > 1
 
 
-def test_the_expert_step_uses_the_updated_shared_parameters(tmp_path):
+@pytest.mark.parametrize("engine", FAST)
+def test_the_expert_step_uses_the_updated_shared_parameters(tmp_path, engine):
     draws = [([0, 1, 2, 3], range(16))]
-    alternating, still = noiseless(draws=draws, learning_rate=5.0), noiseless(draws=draws, learning_rate=1e-9)
+    alternating, still = (noiseless(draws=draws, learning_rate=lr, grad_sample_mode=engine) for lr in (5.0, 1e-9))
     first = weights_file(alternating, tmp_path / "start")
     hand = HandTrainer(tmp_path / "start", RECORDS, batch=BATCH, norms=NORMS, rates=(5.0, RATES[1]))
     hand.cycle(*draws[0])
@@ -70,8 +73,9 @@ def test_the_expert_step_uses_the_updated_shared_parameters(tmp_path):
     assert gap > 0.05 * norm(moved), "the shared step made no difference to the expert step: a blind test"
 
 
-def test_the_micro_batch_size_and_the_padding_change_nothing():
-    updates = [run(noiseless(per_device_train_batch_size=size)) for size in (1, 3, 16)]
+@pytest.mark.parametrize("engine", FAST)
+def test_the_micro_batch_size_and_the_padding_change_nothing(engine):
+    updates = [run(noiseless(per_device_train_batch_size=size, grad_sample_mode=engine)) for size in (1, 3, 16)]
     for other in updates[1:]:
         for cycle, one in zip(other, updates[0], strict=True):
             for stream in ("shared", "expert"):
@@ -79,18 +83,22 @@ def test_the_micro_batch_size_and_the_padding_change_nothing():
                 assert gap < 1e-4 * norm(one[stream])
 
 
+@pytest.mark.parametrize("engine", FAST)
 @pytest.mark.parametrize("denominator, divisor", [("owners", BATCH / EXPERTS), ("batch", BATCH)])
-def test_denominators_are_public_constants(denominator, divisor):
+def test_denominators_are_public_constants(denominator, divisor, engine):
     """A single clipped record moves its expert by exactly lr C / D_e, whatever the size of the draw."""
-    settings = dict(expert_max_grad_norm=1e-3, shared_max_grad_norm=1e-3, expert_denominator=denominator)
+    settings = dict(
+        expert_max_grad_norm=1e-3, shared_max_grad_norm=1e-3, expert_denominator=denominator, grad_sample_mode=engine
+    )
     update = run(noiseless(draws=[([3], [3])], **settings))[0]
     assert norm(update["shared"]) == pytest.approx(RATES[0] * 1e-3 / BATCH, rel=1e-3)
     assert norm(update["expert"]) == pytest.approx(RATES[1] * 1e-3 / divisor, rel=1e-3)
 
 
-def test_an_empty_draw_without_noise_moves_nothing():
+@pytest.mark.parametrize("engine", FAST)
+def test_an_empty_draw_without_noise_moves_nothing(engine):
     for draws, still in (([([], [1, 2])], "shared"), ([([1, 2], [])], "expert")):
-        update = run(noiseless(draws=draws))[0]
+        update = run(noiseless(draws=draws, grad_sample_mode=engine))[0]
         assert norm(update[still]) == 0
         assert all(norm(update[stream]) > 0 for stream in update if stream != still)
 
@@ -107,18 +115,20 @@ def with_and_without(draw: tuple[list[int], list[int]], streams: tuple[str, ...]
     return run(noiseless(draws=[draw], **small))[0], run(noiseless([*RECORDS, extra], draws=[added], **small))[0]
 
 
+@pytest.mark.parametrize("engine", FAST)
 @pytest.mark.parametrize("draw", [([], []), (list(range(16)), list(range(16))), ([1, 5, 6], [2, 3])])
-def test_a_record_moves_the_shared_update_by_at_most_the_sensitivity(draw):
-    one, two = with_and_without(draw, ("shared",))
+def test_a_record_moves_the_shared_update_by_at_most_the_sensitivity(draw, engine):
+    one, two = with_and_without(draw, ("shared",), grad_sample_mode=engine)
     moved = norm(difference({"s": two["shared"]}, {"s": one["shared"]})["s"])
     bound = RATES[0] * 0.05 / BATCH
     assert 0.99 * bound < moved <= bound * (1 + 1e-3)  # the record is clipped, so the bound is met
 
 
+@pytest.mark.parametrize("engine", FAST)
 @pytest.mark.parametrize("draw", [([], []), (list(range(16)), list(range(16))), ([1, 5, 6], [2, 3])])
 @pytest.mark.parametrize("extra", [RECORDS[1], RECORDS[7], RECORDS[13]])
-def test_a_record_of_the_expert_stream_moves_one_expert_by_at_most_the_sensitivity(draw, extra):
-    one, two = with_and_without(draw, ("expert",), extra)
+def test_a_record_of_the_expert_stream_moves_one_expert_by_at_most_the_sensitivity(draw, extra, engine):
+    one, two = with_and_without(draw, ("expert",), extra, grad_sample_mode=engine)
     assert norm(difference({"s": two["shared"]}, {"s": one["shared"]})["s"]) == 0
     change = difference({"e": two["expert"]}, {"e": one["expert"]})["e"]
     per_expert = [norm({n: t[e] for n, t in change.items()}) for e in range(EXPERTS)]
@@ -129,11 +139,12 @@ def test_a_record_of_the_expert_stream_moves_one_expert_by_at_most_the_sensitivi
     assert 0.99 * bound < per_expert[owner] <= bound * (1 + 1e-3)
 
 
-def test_a_record_that_cannot_be_differentiated_moves_nothing():
+@pytest.mark.parametrize("engine", FAST)
+def test_a_record_that_cannot_be_differentiated_moves_nothing(engine):
     """Non-finite gradients count as zero: no record can poison the sum, and none shows itself by doing so."""
     draw = ([0, 1, 2], [0, 1, 2])
-    clean = run(noiseless(draws=[draw]))[0]
-    trainer = noiseless(draws=[([0, 1, 2, 5], [0, 1, 2, 5])])
+    clean = run(noiseless(draws=[draw], grad_sample_mode=engine))[0]
+    trainer = noiseless(draws=[([0, 1, 2, 5], [0, 1, 2, 5])], grad_sample_mode=engine)
     marked = RECORDS[5]["input_ids"][0]
     others = {token for i in (0, 1, 2) for token in RECORDS[i]["input_ids"]}
     assert marked not in others
@@ -148,17 +159,19 @@ def test_a_record_that_cannot_be_differentiated_moves_nothing():
 # ---- Dropout: masks are secret ----
 
 
-def test_dropout_masks_come_from_no_seed_that_others_know():
+@pytest.mark.parametrize("engine", FAST)
+def test_dropout_masks_come_from_no_seed_that_others_know(engine):
     """A mask depends on a record's place in the batch: with a known seed, one record more would change all masks."""
-    settings = dict(draws=[(range(16), range(16))], shared_max_grad_norm=0.05, seed=42)
+    settings = dict(draws=[(range(16), range(16))], shared_max_grad_norm=0.05, seed=42, grad_sample_mode=engine)
     updates = [run(noiseless(model=tiny_model(dropout_rate=0.1), **settings))[0]["shared"] for _ in range(2)]
     assert norm({n: updates[0][n] - updates[1][n] for n in updates[0]}) > 0.1 * norm(updates[0])
 
 
+@pytest.mark.parametrize("engine", FAST)
 @pytest.mark.parametrize("drawn", [[], [1], range(16)])
-def test_training_leaves_no_trace_of_a_draw_in_the_global_generator(drawn):
+def test_training_leaves_no_trace_of_a_draw_in_the_global_generator(drawn, engine):
     """A checkpoint keeps the generator's state: how far it advanced would tell the size of the draw."""
-    trainer = noiseless(model=tiny_model(dropout_rate=0.1), draws=[(drawn, drawn)])
+    trainer = noiseless(model=tiny_model(dropout_rate=0.1), draws=[(drawn, drawn)], grad_sample_mode=engine)
     states = []
 
     class Watch(TrainerCallback):
@@ -172,14 +185,16 @@ def test_training_leaves_no_trace_of_a_draw_in_the_global_generator(drawn):
     assert torch.equal(*states)
 
 
-def test_equal_records_get_masks_of_their_own():
+@pytest.mark.parametrize("engine", FAST)
+def test_equal_records_get_masks_of_their_own(engine):
     """Twice the same record is not the same gradient twice: the masks differ within a micro-batch too."""
     model = noiseless(model=tiny_model(dropout_rate=0.5)).model.train()
-    rows = per_sample_gradients(model, collate([RECORDS[0]] * 2), stream_parameters(model)["shared"])["score.weight"]
+    batch, parameters = collate([RECORDS[0]] * 2), stream_parameters(model)["shared"]
+    rows = per_sample_gradients(model, batch, parameters, mode=engine)["score.weight"]
     assert not torch.allclose(rows[0], rows[1], rtol=1e-2)
 
 
-@pytest.mark.parametrize("engine", ["functorch", "reference"])
+@pytest.mark.parametrize("engine", ENGINES)
 def test_bfloat16_is_the_same_up_to_rounding_and_keeps_the_bound(engine):
     exact = run(noiseless(draws=DRAWS[:1]))[0]
     rounded = run(noiseless(draws=DRAWS[:1], bf16=True, grad_sample_mode=engine))[0]
