@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 
 import torch
 from torch import nn
 from torch.func import functional_call, grad, vmap
-from transformers import masking_utils
+from torch.overrides import TorchFunctionMode
 
+from raptor_hf.grad_sample.attention import vmappable_attention
 from raptor_hf.grad_sample.losses import LossFn
 from raptor_hf.grad_sample.owners import adapted_blocks, protected_block
 from raptor_hf.moe.block import kernel_mode
@@ -18,40 +17,18 @@ from raptor_hf.moe.experts import AllAdapters, OwnerAdapters
 
 __all__ = ["functorch_gradients"]
 
-# What of `masking_utils` asks for the values of a mask, and the answer that needs none.
-_ANSWERS = {"_ignore_bidirectional_mask_sdpa": False, "is_tracing": True}
-
-
-def _answer(value: bool, *_args: object, **_kwargs: object) -> bool:
-    return value
-
 
 def _single(record: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {key: value.unsqueeze(0) for key, value in record.items()}
 
 
-@contextmanager
-def _plain_attention(model: nn.Module) -> Iterator[None]:
-    """Attention as ordinary operations, with a mask even where no token is masked.
+class _BatchedScatter(TorchFunctionMode):
+    """`x.scatter_(dim, index, number)` out of place: only that has a batching rule (routers with groups use it)."""
 
-    The fused kernels, and the short cuts for masks without padding, look at the values of the mask, which vmap cannot.
-    """
-    configs = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}
-    before = [(c, getattr(c, "_attn_implementation_internal", None)) for c in configs.values()]
-    for config, name in before:
-        if name is not None:
-            config._attn_implementation_internal = "eager"
-    functions = {name: getattr(masking_utils, name) for name in _ANSWERS if hasattr(masking_utils, name)}
-    for name in functions:
-        setattr(masking_utils, name, functools.partial(_answer, _ANSWERS[name]))
-    try:
-        yield
-    finally:
-        for name, function in functions.items():
-            setattr(masking_utils, name, function)
-        for config, name in before:
-            if name is not None:
-                config._attn_implementation_internal = name
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is torch.Tensor.scatter_:
+            return args[0].copy_(torch.scatter(*args, **(kwargs or {})))
+        return func(*args, **(kwargs or {}))
 
 
 def functorch_gradients(
@@ -64,7 +41,7 @@ def functorch_gradients(
     """See `per_sample_gradients`. Expert stream: the gradients of each record's owner, (b, *shape[1:])."""
     records = dict(batch)
     # An outer graph would be recorded for every parameter that requires grad; `grad` works at its own level.
-    with torch.no_grad(), _plain_attention(model):
+    with torch.no_grad(), vmappable_attention(model), _BatchedScatter():
         if owner is None:
             blocks = adapted_blocks(model, parameters)
             of_experts = {name for values in blocks.values() for name in values}

@@ -20,7 +20,17 @@ import torch.nn.functional as F
 
 from raptor_hf.moe.pairs import RecordGroups, Spans, by_expert, each, spans_of
 
-__all__ = ["AllAdapters", "ExpertStack", "OwnerAdapters", "PairParts", "StackedLora", "routed_experts"]
+__all__ = [
+    "AllAdapters",
+    "ExpertStack",
+    "OwnerAdapters",
+    "PairParts",
+    "StackedLora",
+    "fold",
+    "no_autocast",
+    "routed_experts",
+    "unfold",
+]
 
 
 class StackedLora(torch.nn.Module):
@@ -118,7 +128,7 @@ def _scatter(rows: torch.Tensor, value: torch.Tensor, like: torch.Tensor, unique
     return out.index_copy_(0, rows, value) if unique else out.index_add_(0, rows, value)
 
 
-def _no_autocast(function: Callable) -> Callable:
+def no_autocast(function: Callable) -> Callable:
     """Run the kernel in its inputs' own types: its buffers have them, and its backward pass has no autocast rules."""
 
     @functools.wraps(function)
@@ -136,7 +146,7 @@ def _activation_gradient(activation: Callable, pre: torch.Tensor, grad: torch.Te
     return out
 
 
-def _fold(value: Any, dim: int | None, size: int) -> Any:
+def fold(value: Any, dim: int | None, size: int) -> Any:
     """(R, ..) with a vmapped dimension of `size` at `dim` -> (size * R, ..); unbatched values are repeated."""
     if not isinstance(value, torch.Tensor):
         return value
@@ -144,7 +154,7 @@ def _fold(value: Any, dim: int | None, size: int) -> Any:
     return value.reshape(size * value.shape[1], *value.shape[2:])
 
 
-def _unfold(value: torch.Tensor | None, size: int) -> torch.Tensor | None:
+def unfold(value: torch.Tensor | None, size: int) -> torch.Tensor | None:
     return None if value is None else value.reshape(size, value.shape[0] // size, *value.shape[1:])
 
 
@@ -156,7 +166,7 @@ class _Forward(torch.autograd.Function):
     """
 
     @staticmethod
-    @_no_autocast
+    @no_autocast
     def forward(x, index, gate, owner, a1, b1, a2, b2, stack: ExpertStack, note):
         records, tokens, top_k = index.shape
         hidden = x.shape[-1]
@@ -190,8 +200,8 @@ class _Forward(torch.autograd.Function):
     @staticmethod
     def vmap(info, in_dims, *args):
         size = info.batch_size
-        folded = [_fold(value, dim, size) for value, dim in zip(args, in_dims, strict=True)]
-        return tuple(_unfold(value, size) for value in _Forward.apply(*folded)), (0, 0, 0)
+        folded = [fold(value, dim, size) for value, dim in zip(args, in_dims, strict=True)]
+        return tuple(unfold(value, size) for value in _Forward.apply(*folded)), (0, 0, 0)
 
 
 class _Backward(torch.autograd.Function):
@@ -199,7 +209,7 @@ class _Backward(torch.autograd.Function):
     that are noted, come back empty (records, 0)."""
 
     @staticmethod
-    @_no_autocast
+    @no_autocast
     def forward(grad_y, x, index, gate, owner, a1, b1, a2, b2, pre, out, wants, stack: ExpertStack, note):
         want_x, want_gate, want_adapters = wants
         records, tokens, top_k = index.shape
@@ -259,8 +269,8 @@ class _Backward(torch.autograd.Function):
     @staticmethod
     def vmap(info, in_dims, *args):
         size = info.batch_size
-        folded = [_fold(value, dim, size) for value, dim in zip(args, in_dims, strict=True)]
-        return tuple(_unfold(value, size) for value in _Backward.apply(*folded)), (0,) * 6
+        folded = [fold(value, dim, size) for value, dim in zip(args, in_dims, strict=True)]
+        return tuple(unfold(value, size) for value in _Backward.apply(*folded)), (0,) * 6
 
 
 def _owner_gradients(x, adapters, act, grad_pre, grad_out, scaling: float) -> list[torch.Tensor]:
