@@ -2,27 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 import torch
 
-__all__ = ["OuterProducts", "cheap_to_form", "full_precision", "outer_products"]
+from raptor_hf.moe.precision import full_precision
+
+__all__ = ["OuterProducts", "cheap_to_form", "outer_products"]
 
 # A Gram matrix in float64 costs about three times as much a product as a formed gradient in float32.
 _GRAM_COST = 3
-
-
-@contextmanager
-def full_precision(device: torch.device) -> Iterator[None]:
-    """Matrix products in the precision of their operands: no autocast, no TF32, no bf16 kernels for float32."""
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    try:
-        with torch.autocast(device.type, enabled=False):
-            yield
-    finally:
-        torch.set_float32_matmul_precision(before)
 
 
 def _wide(value: torch.Tensor) -> torch.Tensor:

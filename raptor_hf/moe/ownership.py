@@ -11,6 +11,7 @@ from torch import nn
 
 from raptor_hf.moe.layout import MoELayout, find_moe_layout
 from raptor_hf.moe.lora import adapters_disabled
+from raptor_hf.moe.precision import full_precision
 from raptor_hf.moe.routing import Routing, iterate_batches, model_inputs, routing_of, token_mask
 from raptor_hf.validate import integer, one_of
 
@@ -134,16 +135,18 @@ def current_owner_map(
     dtype = next(model.parameters()).dtype
     tol = _TOLERANCE.get(dtype, _HALF_PRECISION_TOLERANCE)
     owners = []
-    for raw in iterate_batches(dataset_or_batches, data_collator, batch_size):
-        batch = model_inputs(model, raw)
-        mask = token_mask(batch)
-        routings = routing_of(model, layout, batch, [layer])
-        scores = owner_scores(routings[layer], mask, experts, rule)
-        for row in _uncertain(routings, layer, mask, scores, tol).nonzero().flatten().tolist():
-            single = _one_record(batch, row, mask)
-            alone = routing_of(model, layout, single, [layer])[layer]
-            scores[row] = owner_scores(alone, token_mask(single), experts, rule)[0]
-        owners.append(_argmax_lowest(scores))
+    # `tol` is for sums in another order: TF32 or autocast would move a logit further, and differ between machines
+    with full_precision(next(model.parameters()).device):
+        for raw in iterate_batches(dataset_or_batches, data_collator, batch_size):
+            batch = model_inputs(model, raw)
+            mask = token_mask(batch)
+            routings = routing_of(model, layout, batch, [layer])
+            scores = owner_scores(routings[layer], mask, experts, rule)
+            for row in _uncertain(routings, layer, mask, scores, tol).nonzero().flatten().tolist():
+                single = _one_record(batch, row, mask)
+                alone = routing_of(model, layout, single, [layer])[layer]
+                scores[row] = owner_scores(alone, token_mask(single), experts, rule)[0]
+            owners.append(_argmax_lowest(scores))
     return torch.cat(owners) if owners else torch.zeros(0, dtype=torch.long)
 
 
