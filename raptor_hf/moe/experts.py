@@ -121,11 +121,10 @@ class AllAdapters:
     note: Callable[[list[PairParts], Spans, torch.Tensor, int], None] | None = None
 
 
-def _scatter(rows: torch.Tensor, value: torch.Tensor, like: torch.Tensor, unique: bool) -> torch.Tensor:
-    """Add `value` (U, H) up by rows into zeros of the shape of `like`."""
-    out = torch.zeros_like(like)
-    value = value.to(out.dtype)
-    return out.index_copy_(0, rows, value) if unique else out.index_add_(0, rows, value)
+def _add(total: torch.Tensor, rows: torch.Tensor, value: torch.Tensor, unique: bool) -> None:
+    """Add `value` (N, H) to rows of `total`, which are zero yet if no row comes twice."""
+    value = value.to(total.dtype)
+    total.index_copy_(0, rows, value) if unique else total.index_add_(0, rows, value)
 
 
 def no_autocast(function: Callable) -> Callable:
@@ -139,11 +138,15 @@ def no_autocast(function: Callable) -> Callable:
     return plain
 
 
-def _activation_gradient(activation: Callable, pre: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+def _through_activation(
+    activation: Callable, pre: torch.Tensor, grad: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The activation of `pre`, and the gradient to `pre`."""
     with torch.enable_grad():
         leaf = pre.detach().requires_grad_()
-        (out,) = torch.autograd.grad(activation(leaf), leaf, grad)
-    return out
+        out = activation(leaf)
+        (grad_pre,) = torch.autograd.grad(out, leaf, grad)
+    return out.detach(), grad_pre
 
 
 def fold(value: Any, dim: int | None, size: int) -> Any:
@@ -168,17 +171,22 @@ class _Forward(torch.autograd.Function):
     @staticmethod
     @no_autocast
     def forward(x, index, gate, owner, a1, b1, a2, b2, stack: ExpertStack, note):
+        # one expert at a time throughout: what is needed for its tokens only fits a cache, and is soon freed
         records, tokens, top_k = index.shape
         hidden = x.shape[-1]
         flat = x.reshape(-1, hidden)
         order, spans = by_expert(index, stack.num_experts)
-        rows = order // top_k
-        width = stack.first[0].shape[0]
-        pre = each(spans, flat[rows], lambda e, part: stack.project(0, e, part), width)
-        out = each(spans, stack.activation(pre), lambda e, part: stack.project(1, e, part), hidden)
-        y = _scatter(rows, out * gate.reshape(-1)[order].unsqueeze(-1), flat, top_k == 1)
-        unused = records * tokens * top_k - len(order)
-        pre, out = (F.pad(value, (0, 0, 0, unused)) if unused else value for value in (pre, out))
+        rows, gates = order // top_k, gate.reshape(-1)[order].unsqueeze(-1)
+        y = torch.zeros_like(flat)
+        pre = flat.new_empty(index.numel(), stack.first[0].shape[0])
+        out = flat.new_empty(index.numel(), hidden)
+        for value in (pre, out):
+            value[len(order) :] = 0
+        for expert, start, end in spans:
+            own = slice(start, end)
+            pre[own] = stack.project(0, expert, flat[rows[own]])
+            out[own] = stack.project(1, expert, stack.activation(pre[own]))
+            _add(y, rows[own], out[own] * gates[own], top_k == 1)
         shape = (records, tokens, top_k, -1)
         return y.view(x.shape), pre.view(shape), out.view(shape)
 
@@ -214,9 +222,6 @@ class _Backward(torch.autograd.Function):
         want_x, want_gate, want_adapters = wants
         records, tokens, top_k = index.shape
         width, hidden = pre.shape[-1], x.shape[-1]
-        empty = x.new_zeros(records, 0)
-        grad_x = grad_gate = empty
-        adapters = [empty] * 4
         order, spans = by_expert(index, stack.num_experts)
         pre, out = pre.reshape(-1, width)[: len(order)], out.reshape(-1, hidden)[: len(order)]
         if want_adapters and owner is not None and not (want_x or want_gate):
@@ -225,37 +230,28 @@ class _Backward(torch.autograd.Function):
             experts = index.reshape(-1)[order][mine]
             order, pre, out = order[mine], pre[mine], out[mine]
             spans = spans_of(torch.bincount(experts, minlength=stack.num_experts).tolist())
-        rows = order // top_k
-        grad_out = grad_y.reshape(-1, hidden)[rows]
-        if want_gate:
-            grad_gate = torch.zeros_like(gate).reshape(-1)
-            grad_gate[order] = (grad_out * out).sum(-1).to(gate.dtype)
-            grad_gate = grad_gate.view(gate.shape)
-        if want_x or want_adapters:
-            grad_out = grad_out * gate.reshape(-1)[order].unsqueeze(-1).to(grad_out.dtype)
-            inner = stack.second[0].shape[1]
-            grad_act = each(spans, grad_out, lambda e, part: stack.project_transposed(1, e, part), inner)
-            grad_pre = _activation_gradient(stack.activation, pre, grad_act)
+        rows, gates = order // top_k, gate.reshape(-1)[order].unsqueeze(-1)
+        by_y = grad_y.reshape(-1, hidden)
+        empty = x.new_zeros(records, 0)
+        grad_x = torch.zeros_like(x).reshape(-1, hidden) if want_x else empty
+        grad_gate = torch.zeros_like(gate).reshape(-1) if want_gate else empty
+        pairs = _Pairs(want_adapters, owner, x, stack, rows)
+        for expert, start, end in spans:
+            own = slice(start, end)
+            grad_out = by_y[rows[own]]
+            if want_gate:
+                grad_gate[order[own]] = (grad_out * out[own]).sum(-1).to(gate.dtype)
+            if not (want_x or want_adapters):
+                continue
+            grad_out = grad_out * gates[own].to(grad_out.dtype)
+            grad_act = stack.project_transposed(1, expert, grad_out)
+            act, grad_pre = _through_activation(stack.activation, pre[own], grad_act)
             if want_x:
-                value = each(spans, grad_pre, lambda e, part: stack.project_transposed(0, e, part), hidden)
-                grad_x = _scatter(rows, value, x.reshape(-1, hidden), top_k == 1).view(x.shape)
-            if want_adapters and owner is None:
-                parts = _pair_parts(x, rows, spans, stack, stack.activation(pre), grad_pre, grad_out)
-                of = rows // tokens
-                if note is None:
-                    adapters = [_by_record(part, spans, of, records, stack.num_experts) for part in parts]
-                else:
-                    note(parts, spans, of, records)
-            elif want_adapters:
-                mine = index.reshape(-1)[order] == owner.repeat_interleave(tokens * top_k)[order]
-                at = rows[mine]  # a token reaches its owner at most once: no row twice
-                act, by_pre, by_out = (
-                    torch.zeros(records * tokens, part.shape[-1], dtype=part.dtype, device=part.device)
-                    .index_copy_(0, at, part[mine])
-                    .view(records, tokens, -1)
-                    for part in (stack.activation(pre), grad_pre, grad_out)
-                )
-                adapters = _owner_gradients(x, (a1, b1, a2, b2), act, by_pre, by_out, stack.scaling)
+                _add(grad_x, rows[own], stack.project_transposed(0, expert, grad_pre), top_k == 1)
+            pairs.keep(expert, own, act, grad_pre, grad_out)
+        adapters = pairs.gradients((a1, b1, a2, b2), spans, note) if want_adapters else [empty] * 4
+        grad_x = grad_x.view(x.shape) if want_x else grad_x
+        grad_gate = grad_gate.view(gate.shape) if want_gate else grad_gate
         return grad_x, grad_gate, *adapters
 
     @staticmethod
@@ -271,6 +267,52 @@ class _Backward(torch.autograd.Function):
         size = info.batch_size
         folded = [fold(value, dim, size) for value, dim in zip(args, in_dims, strict=True)]
         return tuple(unfold(value, size) for value in _Backward.apply(*folded)), (0,) * 6
+
+
+class _Pairs:
+    """What the backward pass keeps of the pairs for the gradients of adapters.
+
+    Of the owner's pairs: (R, T, ..), zero for a token that did not go there. Without owners: of all pairs, in order.
+    """
+
+    def __init__(
+        self, wanted: bool, owner: torch.Tensor | None, x: torch.Tensor, stack: ExpertStack, rows: torch.Tensor
+    ):
+        self.wanted, self.owner, self.x, self.stack, self.rows = wanted, owner, x, stack, rows
+        self.tokens = x.shape[-2]
+        self.kept: list[tuple[torch.Tensor, ...]] = []
+        if wanted and owner is not None:
+            flat = x.reshape(-1, x.shape[-1])
+            widths = (stack.second[0].shape[1], stack.first[0].shape[0], flat.shape[1])
+            self.kept = [tuple(flat.new_zeros(len(flat), width) for width in widths)]
+
+    def keep(self, expert: int, own: slice, *values: torch.Tensor) -> None:
+        """act (N, F), grad_pre (N, P) and grad_out (N, H) of an expert's pairs."""
+        if not self.wanted:
+            return
+        if self.owner is None:
+            self.kept.append(values)
+            return
+        rows = self.rows[own]
+        mine = self.owner[rows // self.tokens] == expert
+        for buffer, value in zip(self.kept[0], values, strict=True):
+            # a token reaches its owner at most once: no row twice
+            buffer.index_copy_(0, rows[mine], value[mine].to(buffer.dtype))
+
+    def gradients(self, adapters: tuple[torch.Tensor, ...], spans: Spans, note: Callable | None) -> list[torch.Tensor]:
+        """Of A1, B1, A2 and B2, for every record; empty (R, 0) if noted."""
+        records = self.x.shape[0]
+        if self.owner is not None:
+            act, grad_pre, grad_out = (value.view(records, self.tokens, -1) for value in self.kept[0])
+            return _owner_gradients(self.x, adapters, act, grad_pre, grad_out, self.stack.scaling)
+        if not spans:
+            return [self.x.new_zeros(records, 0) if note else value.new_zeros(value.shape) for value in adapters]
+        values = (torch.cat(parts) for parts in zip(*self.kept, strict=True))
+        parts, of = _pair_parts(self.x, self.rows, spans, self.stack, *values), self.rows // self.tokens
+        if note is None:
+            return [_by_record(part, spans, of, records, self.stack.num_experts) for part in parts]
+        note(parts, spans, of, records)
+        return [self.x.new_zeros(records, 0)] * 4
 
 
 def _owner_gradients(x, adapters, act, grad_pre, grad_out, scaling: float) -> list[torch.Tensor]:

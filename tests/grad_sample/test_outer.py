@@ -93,12 +93,12 @@ def test_one_record_more_changes_the_sum_by_its_own_part_alone():
 @pytest.mark.parametrize("mode", sorted(ENGINES))
 def test_an_attention_layer_that_is_called_twice(mode, exact_norms):
     model = attach_adapters(tiny_model(torch.float64), LoraConfig(r=3, lora_alpha=5), 3)
-    model.encoder.block[2].layer[0] = model.encoder.block[1].layer[0]
+    layer = model.encoder.block[1].layer[0]
+    once = layer.forward
+    layer.forward = lambda hidden, *args, **kwargs: once(once(hidden, *args, **kwargs)[0], *args, **kwargs)
     model.double()
     families.shake(model)
     parameters = stream_parameters(model)["shared"]
-    twice = [name for name in parameters if "block.1.layer.0" in name]
-    assert twice and not any("block.2.layer.0" in name for name in parameters)
     found = per_sample_gradients(model, collate(RECORDS), parameters, mode=mode)
     for i, record in enumerate(RECORDS):
         expected = torch.autograd.grad(model(**collate([record])).loss, list(parameters.values()))
