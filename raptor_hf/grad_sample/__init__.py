@@ -116,7 +116,8 @@ def gradient_parts(
     """
     one_of("mode", mode, tuple(ENGINES))
     size = one_row_a_record(batch)[1]
-    most = size if mode == "hooks" else records_at_once(parameters, owners=owner is not None, budget=budget)
+    owned = () if owner is None else parameters.keys()
+    most = size if mode == "hooks" else records_at_once(parameters, owned=owned, budget=budget)
     for part, part_owner in cut(batch, owner, max(1, most)):
         grads = engine_gradients(model, part, parameters, mode=mode, loss_fn=loss_fn, owner=part_owner)
         yield grads, part_owner

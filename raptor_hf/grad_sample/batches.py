@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 import torch
 
@@ -46,15 +46,20 @@ def free_memory(device: torch.device) -> int:
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def records_at_once(parameters: Mapping[str, torch.Tensor], *, owners: bool, budget: int | None = None) -> int:
+def records_at_once(
+    parameters: Mapping[str, torch.Tensor], *, owned: Collection[str] = (), budget: int | None = None
+) -> int:
     """How many records' gradients, all formed, fit into `budget` bytes: one at least.
 
     Args:
-        owners: only the owner's slice of each tensor is differentiated. budget: default: a quarter of what is free.
+        owned: names of the tensors of which only the owner's slice is differentiated. budget: default: a quarter of
+            what is free.
     """
     if budget is None:
         budget = int(_SHARE * free_memory(next(iter(parameters.values())).device))
-    each = sum(max(4, p.element_size()) * (p[0].numel() if owners else p.numel()) for p in parameters.values())
+    each = sum(
+        max(4, p.element_size()) * (p[0].numel() if name in owned else p.numel()) for name, p in parameters.items()
+    )
     return max(1, budget // max(1, each))
 
 

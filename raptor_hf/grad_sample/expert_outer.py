@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import torch
 
 from raptor_hf.grad_sample.outer import OuterProducts
 from raptor_hf.moe.experts import PairParts
-from raptor_hf.moe.pairs import RecordGroups, Spans
+from raptor_hf.moe.pairs import PairRecords, RecordGroups
 
 __all__ = ["ExpertOuterProducts", "NotedPairs"]
 
-NotedPairs = tuple[PairParts, Spans, torch.Tensor]
-"""What one call of a block noted for one adapter: factors (U, p) and (U, q), spans, and the pairs' records (U,)."""
+NotedPairs = tuple[PairParts, PairRecords]
+"""What one call of a block noted for one adapter: factors (U, p) and (U, q), and the pairs' experts and records."""
 
 
 class ExpertOuterProducts:
@@ -38,10 +39,12 @@ class ExpertOuterProducts:
         self.shape = torch.Size([records, *shape])
         self._like = torch.zeros((), device=device, dtype=dtype)
         self._pairs: dict[int, list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]] = {}
-        for (left, right), spans, of in noted:
-            for expert, start, end in spans:
-                pairs = (of[start:end], left[start:end], right[start:end])
+        self._groups: dict[int, Callable[[], RecordGroups]] = {}
+        for (left, right), call in noted:
+            for expert, start, end in call.spans:
+                pairs = (call.of[start:end], left[start:end], right[start:end])
                 self._pairs.setdefault(expert, []).append(pairs)
+                self._groups[expert] = partial(call.groups, expert, start, end)
 
     def _experts(self) -> Iterator[tuple[int, torch.Tensor, torch.Tensor, torch.Tensor]]:
         """expert, records (N,), left (N, p), right (N, q) of its pairs, for every expert that has one."""
@@ -49,16 +52,18 @@ class ExpertOuterProducts:
             of, left, right = calls[0] if len(calls) == 1 else (torch.cat(parts) for parts in zip(*calls, strict=True))
             yield expert, of, left, right
 
-    def _padded(self, of: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> tuple[torch.Tensor, OuterProducts]:
+    def _padded(
+        self, expert: int, of: torch.Tensor, left: torch.Tensor, right: torch.Tensor
+    ) -> tuple[torch.Tensor, OuterProducts]:
         """The records (G,) that have a pair with one expert, and their gradients to it."""
-        groups = RecordGroups(of)
+        groups = self._groups[expert]() if len(self._pairs[expert]) == 1 else RecordGroups(of)
         parts = [(groups.pad(left), groups.pad(right))]
         return groups.records, OuterProducts(len(groups.records), self.shape[2:], parts, device=left.device)
 
     def norms(self) -> torch.Tensor:
         """See `RecordGradients`; the rounding of every expert's sum is bounded as in `OuterProducts`."""
         squares = torch.zeros(self.shape[0], dtype=torch.float64, device=self._like.device)
-        for _, *pairs in self._experts():
+        for pairs in self._experts():
             records, gradients = self._padded(*pairs)
             squares.index_add_(0, records, gradients.norms().square())
         return squares.sqrt()
@@ -75,6 +80,6 @@ class ExpertOuterProducts:
         """All gradients, formed: (b, E, p, q)."""
         out = self._like.new_zeros(self.shape)
         for expert, *pairs in self._experts():
-            records, gradients = self._padded(*pairs)
+            records, gradients = self._padded(expert, *pairs)
             out[records, expert] = gradients.dense().to(out.dtype)
         return out

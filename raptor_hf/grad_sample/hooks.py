@@ -26,7 +26,7 @@ from raptor_hf.grad_sample.owners import adapted_blocks, protected_block
 from raptor_hf.moe.block import kernel_mode
 from raptor_hf.moe.experts import AllAdapters, OwnerAdapters, PairParts
 from raptor_hf.moe.lora import LoraLinear
-from raptor_hf.moe.pairs import Spans
+from raptor_hf.moe.pairs import PairRecords, Spans
 from raptor_hf.privacy.clipping import RecordGradients
 
 __all__ = ["hooks_gradients"]
@@ -61,10 +61,11 @@ class _Tape:
 
     def note_pairs(self, names: list[str], parts: list[PairParts], spans: Spans, of: torch.Tensor, rows: int) -> None:
         """The factors of a block's adapters `names` (empty: not wanted) in one of its calls."""
+        call = PairRecords(spans, of)
         for name, part in zip(names, parts, strict=True):
             if name:
                 self._check_rows(name, rows)
-                self.pairs.setdefault(name, []).append((part, spans, of))
+                self.pairs.setdefault(name, []).append((part, call))
 
     def gradients(self, name: str, parameter: torch.Tensor, *, of_expert: bool) -> torch.Tensor | RecordGradients:
         """Everything noted for a parameter, as `ClippedSum.add` takes it."""

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import torch
 
-__all__ = ["RecordGroups", "Spans", "by_expert", "each", "spans_of"]
+__all__ = ["PairRecords", "RecordGroups", "Spans", "by_expert", "each", "spans_of"]
 
 Spans = list[tuple[int, int, int]]
 """(expert, start, end) of every expert that has a pair, in the order of the pairs."""
@@ -65,3 +65,17 @@ class RecordGroups:
         """(N, d) -> (G, W, d), zero where a record has fewer than W pairs."""
         out = value.new_zeros(len(self.records) * self._width, value.shape[-1])
         return out.index_copy_(0, self._place, value).view(len(self.records), self._width, -1)
+
+
+class PairRecords:
+    """The records of a call's pairs: `of` (U,) and the experts' `spans`, with each expert's groups made once."""
+
+    def __init__(self, spans: Spans, of: torch.Tensor):
+        self.spans, self.of = spans, of
+        self._groups: dict[int, RecordGroups] = {}
+
+    def groups(self, expert: int, start: int, end: int) -> RecordGroups:
+        """Of the pairs `start` to `end`, those of an expert."""
+        if expert not in self._groups:
+            self._groups[expert] = RecordGroups(self.of[start:end])
+        return self._groups[expert]

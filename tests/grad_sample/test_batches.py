@@ -196,12 +196,13 @@ def test_an_empty_micro_batch_is_one_empty_part():
 
 def test_how_many_records_fit():
     shapes = {"a": torch.zeros(4, 10), "b": torch.zeros(4, 5, dtype=torch.bfloat16)}
-    assert records_at_once(shapes, owners=False, budget=10 * 4 * 60) == 10
-    assert records_at_once(shapes, owners=True, budget=10 * 4 * 15 - 1) == 9
-    assert records_at_once(shapes, owners=False, budget=3) == 1
+    assert records_at_once(shapes, budget=10 * 4 * 60) == 10
+    assert records_at_once(shapes, owned={"a", "b"}, budget=10 * 4 * 15 - 1) == 9
+    assert records_at_once(shapes, owned={"a"}, budget=4 * 120) == 4
+    assert records_at_once(shapes, budget=3) == 1
     free = free_memory(torch.device("cpu"))
     assert 2**20 < free < 2**50
-    assert records_at_once({"a": torch.zeros(2**18)}, owners=False) == pytest.approx(free // 2**22, rel=0.5)
+    assert records_at_once({"a": torch.zeros(2**18)}) == pytest.approx(free // 2**22, rel=0.5)
 
 
 def test_cut_keeps_the_order():
