@@ -86,6 +86,7 @@ def folded_attention(
     attention_mask: torch.Tensor | None,
     dropout: float = 0.0,
     scaling: float | None = None,
+    is_causal: bool | None = None,
     position_bias: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
@@ -93,8 +94,8 @@ def folded_attention(
 
     Dropout and biases that are trained or differ from record to record are computed by ordinary operations.
     """
-    if kwargs.get("softcap") is not None or attention_mask is None:
-        raise RuntimeError("Fused attention under vmap needs a mask, and has no soft cap. Use eager attention.")
+    if kwargs.get("softcap") is not None:
+        raise RuntimeError("Fused attention under vmap has no soft cap, and neither has `sdpa`. Use eager attention.")
     groups = query.shape[1] // key.shape[1]
     if groups > 1:
         key, value = (t.repeat_interleave(groups, dim=1) for t in (key, value))
@@ -102,6 +103,10 @@ def folded_attention(
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = (t if t.dtype == torch.float64 else t.to(dtype) for t in (query, key, value))
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if attention_mask is None:
+        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+        attention_mask = torch.ones(1, 1, query.shape[2], key.shape[2], dtype=torch.bool, device=query.device)
+        attention_mask = attention_mask.tril() if causal else attention_mask
     if dropout > 0 or position_bias is not None:
         out = _plain(query, key, value, attention_mask, dropout, scaling, position_bias)
     else:

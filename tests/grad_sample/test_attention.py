@@ -165,9 +165,20 @@ def test_the_function_is_that_of_transformers(mask, bias):
     assert float((ours - theirs).abs().max()) <= 1e-13
 
 
-@pytest.mark.parametrize("wrong", [{"softcap": 30.0}, {"attention_mask": None}])
-def test_what_the_kernel_cannot_do_is_refused(wrong):
+@pytest.mark.parametrize("causal", [True, False, None])
+def test_without_a_mask(causal):
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, 2, 5, 4, generator=generator, dtype=FLOAT64) for _ in range(3))
+    module = torch.nn.Module()
+    module.is_causal = False
+    ours, _ = folded_attention(module, q, k, v, None, is_causal=causal)
+    theirs, _ = sdpa_attention.sdpa_attention_forward(module, q, k, v, None, is_causal=causal)
+    assert float((ours - theirs).abs().max()) <= 1e-13
+    other, _ = folded_attention(module, q, k, v, None, is_causal=not causal)
+    assert float((ours - other).abs().max()) > 1e-3
+
+
+def test_what_the_kernel_cannot_do_is_refused():
     q = torch.zeros(1, 1, 2, 2)
-    mask = wrong.pop("attention_mask", torch.ones(1, 1, 2, 2, dtype=torch.bool))
     with pytest.raises(RuntimeError, match="eager"):
-        folded_attention(torch.nn.Module(), q, q, q, mask, **wrong)
+        folded_attention(torch.nn.Module(), q, q, q, torch.ones(1, 1, 2, 2, dtype=torch.bool), softcap=30.0)
