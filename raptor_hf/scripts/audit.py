@@ -5,7 +5,8 @@ learns about typical records). --attack one-run: gradient canaries through the r
 epsilon that is held against the claimed one (does the code keep its promise). CONFIG.yaml is a configuration of
 `raptor-hf train`, and every further flag is one of its fields. A killed audit goes on when the command is repeated.
 
-Exit code 0: nothing was found. 1: a bound exceeds the claimed epsilon.
+Exit code 0: nothing was found. 1: a bound exceeds the claimed epsilon, or less noise or more of a record than stated
+was measured. 130: stopped.
 
 Everything in DIR is private, readable by its owner alone, and outside any epsilon.
 """
@@ -71,7 +72,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the audit; returns 1 when a bound exceeds the claimed epsilon."""
+    """Run the audit; returns the exit code."""
     parser = make_parser()
     args, flags = parser.parse_known_args(list(sys.argv[1:] if argv is None else argv))
     for flag in flags:
@@ -86,7 +87,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         from raptor_hf.scripts._audit_lira import run
     else:
         from raptor_hf.scripts._audit_one_run import run
-    return run(args, settings)
+    try:
+        return run(args, settings)
+    except KeyboardInterrupt:
+        print(f"Stopped. Repeat the command to go on: what is finished lies in `{args.output}`.", file=sys.stderr)
+        return 130
 
 
 if __name__ == "__main__":
