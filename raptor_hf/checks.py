@@ -87,7 +87,7 @@ def _structure(model: nn.Module) -> tuple[MoELayout | None, list[Finding]]:
         layout = find_moe_layout(model)
     except UnsupportedModelError as error:
         return None, [Finding.of(error)]
-    findings = [*(_normalisation(model) or _opacus(model)), *_auxiliary_losses(model)]
+    findings = [*(_normalisation(model) or _opacus(model)), *_auxiliary_losses(model), *_task(model)]
     plan: Any = getattr(model, "raptor_adapters", None)
     attached = plan is not None
     if not attached or plan.weights == "adapters":
@@ -96,6 +96,25 @@ def _structure(model: nn.Module) -> tuple[MoELayout | None, list[Finding]]:
         findings += [*(_trainable_routers(model, layout) if plan.weights != "full" else []), *_narrow(model)]
     findings += _chance(layout, model, attached)
     return layout, list({finding.what: finding for finding in findings}.values())
+
+
+# Heads with a loss that is not the mean over a record's own next tokens, nor one label a record.
+_OTHER_TASKS = ("ForTokenClassification", "ForQuestionAnswering", "ForMaskedLM", "ForMultipleChoice")
+
+
+def _task(model: nn.Module) -> list[Finding]:
+    return [
+        Finding(
+            f"The model's head is one {task} (`{type(model).__name__}`)",
+            "Its labels would be taken for a language model's next tokens, or for one label a record: what is "
+            "differentiated would not be the loss that the model computes",
+            "Use a class for sequence classification or causal language modelling; multiple choice is scored by the "
+            "latter (docs/language-models.md)",
+            kind=UnsupportedModelError,
+        )
+        for task in _OTHER_TASKS
+        if task in (getattr(model, "loss_type", None) or "", type(model).__name__[-len(task) :])
+    ]
 
 
 def _opacus(model: nn.Module) -> list[Finding]:

@@ -79,6 +79,12 @@ class RecordsMixin:
         check_batch(batch, len(records), self.label_names, self._limits)
         return batch
 
+    def _check_all_batches(self) -> None:
+        """Look at every record's batch before training, for methods that compute no owner map, which does so too."""
+        size = self.args.per_device_eval_batch_size
+        for start in range(0, len(self._records), size):
+            self._checked_batch([self._records[i] for i in range(start, min(start + size, len(self._records)))])
+
     def _micro_batches(self, indices: Any, owners: torch.Tensor | None) -> Iterator[tuple[dict, torch.Tensor | None]]:
         """Collated micro-batches of a logical batch, shortest records first (their order does not change the sum)."""
         drawn = [(self._records[int(i)], int(i)) for i in indices]

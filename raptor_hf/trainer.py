@@ -237,6 +237,8 @@ class RaptorTrainer(RecordsMixin, EvaluationMixin, HubMixin, Trainer):
                 self.model, records=[self._records[i] for i in range(min(3, len(self._records)))],
                 collate=self._collate, mode=self.engine, label_names=self.label_names,
             )  # fmt: skip
+            if not self._method.owners:
+                self._check_all_batches()
         cycles = self.planned_cycles()
         start, self.ledger = begin(self.args, self.model, self.ledger, resume_from, self._plan, cycles)
         self._budget_callback.ledger = self.ledger

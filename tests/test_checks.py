@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import transformers
 from datasets import Dataset
 from torch import nn
 
@@ -368,3 +369,14 @@ def test_a_loader_with_a_sampler_of_its_own():
     sampler = torch.utils.data.WeightedRandomSampler([1.0] * len(data), 4)
     loader = torch.utils.data.DataLoader(data, sampler=sampler, batch_size=4)
     assert_refused(lambda: make_trainer(train_dataset=loader), PrivacyConfigError, "Poisson", "map-style")
+
+
+@pytest.mark.parametrize("task", ["TokenClassification", "QuestionAnswering"])
+def test_a_head_of_another_task_is_refused(task):
+    config = transformers.MixtralConfig(
+        vocab_size=40, hidden_size=16, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, num_local_experts=4,
+    )  # fmt: skip
+    model = getattr(transformers, f"MixtralFor{task}")(config)
+    with pytest.raises(UnsupportedModelError, match=f"For{task}"):
+        check_model(model)

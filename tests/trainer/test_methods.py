@@ -335,3 +335,14 @@ def test_every_private_method_has_noise_of_the_stated_size(method):
         owned = METHODS[method].owners and stream == "expert"
         expected = sigma * NORM * factor * (EXPERTS if owned else 1)
         assert float(torch.cat(rows).std()) == pytest.approx(expected, rel=0.05)
+
+
+@pytest.mark.parametrize("method", ["raptor", "shared_only", "nonprivate_lora"])
+@pytest.mark.filterwarnings("ignore:`method=")
+def test_a_record_that_cannot_be_trained_on_is_refused_before_any_release(method):
+    records = tiny_records(24, seed=5)
+    records[17]["labels"] = 9  # there are three classes
+    trainer = make_trainer(records, method=method, **noise_for(method, 1.0))
+    with pytest.raises(PrivacyConfigError, match="label"):
+        trainer.train()
+    assert trainer.ledger is None or trainer.ledger.shared_steps == 0
