@@ -170,9 +170,10 @@ class DeepseekVL2ForConditionalGeneration(PreTrainedModel, GenerationMixin):
                 "Pass both, or neither for text alone",
             )
         rows = [[] for _ in marked] if spatial_crop is None else spatial_crop.tolist()
-        if len(rows) != len(marked) or (pixel_values is not None and len(pixel_values) != len(marked)):
+        seen = len(marked) if pixel_values is None else len(pixel_values)
+        if not len(rows) == seen == len(marked):
             raise PrivacyConfigError(
-                f"{len(rows)} rows of `spatial_crop` were given for {len(marked)} records",
+                f"{seen} rows of `pixel_values` and {len(rows)} of `spatial_crop` were given for {len(marked)} records",
                 "Images would be put into other records than their own",
                 "Pass `pixel_values` (b, V, 3, S, S) and `spatial_crop` (b, I, 2), one row a record",
             )

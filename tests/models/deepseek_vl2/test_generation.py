@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.models.deepseek_vl2.build import ITEMS, KINDS, PAD, build, collate, inputs, record
+from tests.models.deepseek_vl2.build import IMAGE, ITEMS, KINDS, PAD, build, collate, inputs, record
 from tests.models.deepseek_vl2.test_streams import adapted
 
 NEW = 4
@@ -79,6 +79,21 @@ def test_cached_logits_and_the_last_positions_alone():
     assert torch.allclose(torch.cat([out.logits, step.logits], 1), whole, atol=1e-5)
     assert torch.equal(model(**batch, logits_to_keep=3).logits, whole[:, -3:])
     assert torch.equal(model(**batch, logits_to_keep=torch.tensor([1, 4])).logits, whole[:, [1, 4]])
+
+
+@torch.no_grad()
+def test_after_the_first_step_images_are_left_out():
+    """A model may also write the token that stands for an image; it is then a word like any other."""
+    model = build()
+    batch = inputs(collate([ITEMS[0]]))
+    cache = model(**batch, use_cache=True).past_key_values
+    given = {**batch, "input_ids": torch.tensor([[IMAGE]]), "past_key_values": cache}
+    assert model(**given).logits.shape == (1, 1, 50)
+    given = {key: value for key, value in batch.items() if key != "input_ids"}
+    prepared = model.prepare_inputs_for_generation(batch["input_ids"], **given, past_key_values=cache)
+    assert not {"pixel_values", "spatial_crop"} & set(prepared)
+    first = model.prepare_inputs_for_generation(batch["input_ids"], **given, is_first_iteration=True)
+    assert {"pixel_values", "spatial_crop"} <= set(first)
 
 
 @torch.no_grad()

@@ -196,6 +196,13 @@ def test_image_tokens_are_bit_for_bit_the_same_among_other_records():
         assert not alone[~marked].any() and bool(alone[marked].any()) == bool(item["spatial_crop"])
 
 
+def test_the_vision_tower_sees_one_record_at_a_time_and_no_padding():
+    model, seen = build().requires_grad_(False), []
+    model.vision.register_forward_pre_hook(lambda _m, args: seen.append(len(args[0])))
+    model.frozen_inputs(collate(ITEMS, views=9))
+    assert seen == [len(item["pixel_values"]) for item in ITEMS if item["spatial_crop"]]
+
+
 def test_frozen_inputs_compute_what_the_images_do():
     model = build().requires_grad_(False)
     batch = collate(ITEMS)
@@ -266,8 +273,11 @@ def test_one_of_two_inputs_is_refused():
     for name in ("pixel_values", "spatial_crop"):
         with pytest.raises(PrivacyConfigError, match="Only one of"):
             build()(**{key: value for key, value in batch.items() if key != name})
-    with pytest.raises(PrivacyConfigError, match="6 rows of `spatial_crop` were given for 3 records"):
+    with pytest.raises(PrivacyConfigError, match=r"6 rows .* and 6 .* for 3 records"):
         build()(**{**batch, "input_ids": batch["input_ids"][:3], "attention_mask": batch["attention_mask"][:3]})
+    for name, rows in (("spatial_crop", "6 rows .* and 3 .*"), ("pixel_values", "3 rows .* and 6 .*")):
+        with pytest.raises(PrivacyConfigError, match=f"{rows} for 6 records"):
+            build()(**{**batch, name: batch[name][:3]})
 
 
 # ------------------------------------------------------------------ owners
