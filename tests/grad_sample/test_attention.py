@@ -13,6 +13,7 @@ from transformers.integrations import sdpa_attention
 from raptor_hf.grad_sample import per_sample_gradients
 from raptor_hf.grad_sample.attention import FOLDED, folded_attention, vmappable_attention
 from raptor_hf.moe import attach_adapters, stream_parameters
+from raptor_hf.moe.families import HOOKS_ONLY
 from tests import families
 
 FLOAT64 = torch.float64
@@ -127,6 +128,29 @@ def test_no_operation_falls_back_to_a_loop_over_records(family, implementation):
         per_sample_gradients(model, families.collate(ITEMS), streams["expert"], mode="functorch", owner=owner)
     finally:
         torch._C._functorch._set_vmap_fallback_enabled(True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", sorted({*families.FAMILIES, *families.TOLD} - set(HOOKS_ONLY)))
+def test_every_family_as_users_load_it(family):
+    """With `sdpa`, the default, for all that have it: no loop over records, and the gradients of each record alone."""
+    model = families.told(family) if family in families.TOLD else families.build(family)
+    try:
+        model.set_attn_implementation("sdpa")
+    except ValueError:
+        pytest.skip("its attention has eager code only")
+    attach_adapters(model, LoraConfig(r=2, lora_alpha=3), "last")
+    families.shake(model)
+    parameters = stream_parameters(model)["shared"]
+    torch._C._functorch._set_vmap_fallback_enabled(False)
+    try:
+        found = per_sample_gradients(model, families.collate(ITEMS, 11), parameters, mode="functorch")
+    finally:
+        torch._C._functorch._set_vmap_fallback_enabled(True)
+    expected = per_sample_gradients(model, families.collate(ITEMS, 11), parameters, mode="reference")
+    for name, value in found.items():
+        scale = max(1e-2, float(expected[name].abs().max()))
+        assert float((value - expected[name]).abs().max()) <= 1e-4 * scale, name
 
 
 def test_under_autocast():
