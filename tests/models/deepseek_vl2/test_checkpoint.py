@@ -131,6 +131,7 @@ def test_placeholders_by_hand():
         {"language_config": {"norm_topk_prob": True}},
         {"language_config": {"scoring_func": "sigmoid"}},
         {"language_config": {"topk_method": "noaux_tc"}},
+        {"language_config": {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}},
         {"language_config": {"n_routed_experts": None}},
         {"language_config": {"n_shared_experts": None}},
         {"language_config": {"moe_layer_freq": 2}},
