@@ -99,8 +99,10 @@ def test_the_best_resolution_of_many_sizes(side):
     rng = np.random.default_rng(0)
     candidates = tile_resolutions(side)
     sizes = np.exp(rng.uniform(0, np.log(8 * side), (3_000, 2))).astype(int)
+    shuffled = [candidates[i] for i in rng.permutation(len(candidates))]  # the smallest need not come first
     for size in sizes.tolist():
-        assert best_resolution(tuple(size), candidates) == brute_force(size, candidates), size
+        for some in (candidates, shuffled):
+            assert best_resolution(tuple(size), some) == brute_force(size, some), size
 
 
 def test_known_resolutions_at_384():
