@@ -7,6 +7,7 @@ import json
 import numpy as np
 import pytest
 import torch
+from tokenizers.processors import TemplateProcessing
 
 from raptor_hf.errors import PrivacyConfigError
 from raptor_hf.models.deepseek_vl2.image_processing import DeepseekVL2ImageProcessor, tile_resolutions
@@ -45,6 +46,17 @@ def test_a_tokenizer_without_special_tokens():
     ids = made.token_ids("one", begin=True)
     assert ids == tiny_tokenizer(unk_token="?")("one")["input_ids"]
     assert made.tokenizer.pad_token_id is not None and made.tokenizer.padding_side == "right"
+
+
+def test_a_tokenizer_that_adds_special_tokens_by_itself():
+    """One beginning, before the first piece; no ending inside."""
+    expected = processor().token_ids("one<image>two", [(1, 1)])
+    tokenizer = tiny_tokenizer(**SPECIAL)
+    ids = [("<s>", tokenizer.bos_token_id), ("</s>", tokenizer.eos_token_id)]
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<s> $A </s>", special_tokens=ids)
+    assert tokenizer("one")["input_ids"][0] == ids[0][1] and tokenizer("one")["input_ids"][-1] == ids[1][1]
+    made = DeepseekVL2Processor(processor().image_processor, tokenizer)
+    assert made.token_ids("one<image>two", [(1, 1)]) == expected
 
 
 def test_tokens_that_the_tokenizer_has_are_not_added_again():
