@@ -1,191 +1,131 @@
-"""Time and peak memory of one micro-batch of each stream against the same passes without privacy.
+"""Time and peak memory of one micro-batch of each stream against the same passes without privacy, and against peers.
 
-    python benchmarks/step.py                      # bundled tiny model, and a 4-block Switch of width 768/3072
-    python benchmarks/step.py --models tiny --repeats 9
+    python benchmarks/step.py --output out          # all models, peers too
+    python benchmarks/step.py --jobs bundled-switch --repeats 9
 
-"same passes" is a batched forward and backward for the stream's own parameters: no per-sample gradients, no clipping,
-no noise. All variants run interleaved in one process on one thread; times are CPU time (what else the machine does
-matters less so), medians over the repeats; ratios are medians of the repeats' ratios. Memory is the peak of resident
-memory above that before the call (Linux only).
+How time and memory are measured: `meter.py`. All variants of a model run interleaved in one process; times are medians
+over the repeats, ratios medians of the repeats' ratios. Rows:
+
+* stream "shared", "expert": one micro-batch; "cycle": one of each, which is a cycle of RAPTOR whose batch fits one.
+* "noise + step": what a cycle adds, whatever its batch: noise on both streams' sums and their AdamW steps.
+* stream "monolithic": `monolithic_lora`, all experts of all sparse layers as one block, without owners.
 """
 
 from __future__ import annotations
 
 import argparse
-import copy
-import csv
-import os
-import statistics
-import sys
-import time
-import warnings
+import json
 from collections.abc import Callable
 from pathlib import Path
+from statistics import median
+from typing import Any
 
-import torch
-from peft import LoraConfig
-from rich.console import Console
-from rich.table import Table
-from transformers import SwitchTransformersConfig
+import meter
+from jobs import JOBS, Job, Records, attach
+from peers import peers
+from variants import SAME, noise_and_step, passes
 
-from raptor_hf import (
-    SwitchTransformersForSequenceClassification,
-    attach_adapters,
-    per_sample_gradients,
-    stream_parameters,
-)
-from raptor_hf.assets import tiny_switch_path
 from raptor_hf.grad_sample import ENGINES
-from raptor_hf.privacy.mechanism import ClippedSum
+
+STEP = "cycle/noise + step"
 
 
-def tiny() -> tuple[torch.nn.Module, int, int, int]:
-    model = SwitchTransformersForSequenceClassification.from_pretrained(
-        tiny_switch_path(), num_labels=2, dtype=torch.float32
-    )
-    return model, 64, 32, 16
+def runs_of(
+    job: Job, engines: list[str], with_peers: bool, device
+) -> tuple[dict[str, Callable[[], object]], list[str]]:
+    """ "stream/variant" -> what to measure; and why some peers are missing."""
+    base = job.make().to(device)
+    records = Records.draw(base, job.records, job.tokens, device)
+    model, streams = attach(base, job.rank)
+    runs = {**passes(model, streams, records, engines), STEP: noise_and_step(streams)}
+    monolithic, both = attach(base, job.monolithic_rank, monolithic=True)
+    joint = {"monolithic": {**both["shared"], **both["expert"]}}
+    runs |= passes(monolithic, joint, records, engines, owners=False)
+    if not with_peers:
+        return runs, []
+    found, absent = peers(base, records, job.rank)
+    return {**runs, **{f"shared/{name}": run for name, run in found.items()}}, absent
 
 
-def wide() -> tuple[torch.nn.Module, int, int, int]:
-    config = SwitchTransformersConfig(
-        vocab_size=1000, d_model=768, d_kv=64, d_ff=3072, num_heads=12, num_layers=4, num_sparse_encoder_layers=2,
-        num_experts=8, dropout_rate=0.0, router_jitter_noise=0.0, num_labels=2,
-    )  # fmt: skip
-    return SwitchTransformersForSequenceClassification(config), 8, 128, 128
-
-
-MODELS: dict[str, Callable] = {"tiny": tiny, "switch-768x4": wide}
-
-
-def resident(peak: bool) -> int:
-    """Resident (or peak resident) memory of this process, MB; -1 where /proc is missing."""
-    status = Path("/proc/self/status")
-    if not status.exists():
-        return -1
-    key = "VmHWM" if peak else "VmRSS"
-    return next(int(line.split()[1]) // 1024 for line in status.read_text().splitlines() if line.startswith(key))
-
-
-def measure(run: Callable[[], None]) -> tuple[float, int]:
-    """CPU seconds and extra peak memory (MB) of one call."""
-    reset = Path("/proc/self/clear_refs")
-    if reset.exists():
-        reset.write_text("5")
-    before = resident(False)
-    start = time.process_time()
-    run()
-    return time.process_time() - start, resident(True) - before
-
-
-def steady_allocator() -> None:
-    """Start again with an allocator that gives freed memory back, or peaks would hide in what an earlier call left."""
-    if "MALLOC_MMAP_THRESHOLD_" not in os.environ:
-        os.environ.update({"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"})
-        os.execv(sys.executable, [sys.executable, *sys.argv])
-
-
-def variants(model, batch, owner, streams, engines) -> dict[tuple[str, str], Callable[[], None]]:
-    """(stream, variant) -> one micro-batch of it."""
-
-    def same_passes(stream: str) -> Callable[[], None]:
-        def run() -> None:
-            loss = model(**batch).loss * batch["labels"].shape[0]
-            torch.autograd.grad(loss, list(streams[stream].values()), allow_unused=True)
-
-        return run
-
-    def private(stream: str, engine: str) -> Callable[[], None]:
-        mine = owner if stream == "expert" else None
-
-        def run() -> None:
-            grads = per_sample_gradients(model, batch, streams[stream], mode=engine, owner=mine)
-            shapes = {name: p.shape for name, p in streams[stream].items()}
-            ClippedSum(shapes, 1.0, num_owners=None if mine is None else 8).add(grads, mine)
-
-        return run
-
-    table: dict[tuple[str, str], Callable[[], None]] = {}
-    for stream in ("shared", "expert"):
-        table[stream, "same passes"] = same_passes(stream)
-        for engine in engines:
-            table[stream, engine] = private(stream, engine)
-    return table
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
-    parser.add_argument("--engines", nargs="+", default=[e for e in ENGINES if e != "reference"], choices=list(ENGINES))
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--csv", type=Path, default=None)
-    parser.add_argument("--peers", action="store_true", help="Opacus too, on the shared stream")
-    args = parser.parse_args()
-    steady_allocator()
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
+def rows_of(job: Job, samples: meter.Samples, engines: list[str]) -> list[dict[str, Any]]:
     rows = []
-    for name in args.models:
-        torch.manual_seed(0)
-        model, records, tokens, rank = MODELS[name]()
-        base = copy.deepcopy(model) if args.peers else None
-        attach_adapters(model, LoraConfig(r=rank, lora_alpha=rank), "last")
-        model.train()
-        batch = {
-            "input_ids": torch.randint(3, model.config.vocab_size, (records, tokens)),
-            "attention_mask": torch.ones(records, tokens, dtype=torch.long),
-            "labels": torch.randint(0, 2, (records,)),
-        }
-        owner = torch.randint(0, 8, (records,))
-        runs = variants(model, batch, owner, stream_parameters(model), args.engines)
-        if base is not None:
-            from peers import opacus_variants
 
-            runs |= {("shared", variant): run for variant, run in opacus_variants(base, batch, rank).items()}
-        times: dict[tuple[str, str], list[float]] = {key: [] for key in runs}
-        peaks: dict[tuple[str, str], list[int]] = {key: [] for key in runs}
-        for repeat in range(args.repeats + 1):
-            for key, run in runs.items():
-                seconds, peak = measure(run)
-                if repeat:  # the first round warms up
-                    times[key].append(seconds)
-                    peaks[key].append(peak)
-        for stream, variant in runs:
-            base = times[stream, "same passes"]
-            mine = times[stream, variant]
-            rows.append(
-                {
-                    "model": f"{name} (b={records}, T={tokens}, r={rank})",
-                    "stream": stream,
-                    "variant": variant,
-                    "ms": round(1000 * statistics.median(mine), 1),
-                    "ratio": round(statistics.median(m / b for m, b in zip(mine, base, strict=True)), 2),
-                    "peak_MB": statistics.median(peaks[stream, variant]),
-                }
-            )
-        cycle_base = [
-            a + b for a, b in zip(times["shared", "same passes"], times["expert", "same passes"], strict=True)
-        ]
-        for engine in args.engines:
-            cycle = [a + b for a, b in zip(times["shared", engine], times["expert", engine], strict=True)]
-            rows.append(
-                {
-                    "model": rows[-1]["model"],
-                    "stream": "both",
-                    "variant": engine,
-                    "ms": round(1000 * statistics.median(cycle), 1),
-                    "ratio": round(statistics.median(c / b for c, b in zip(cycle, cycle_base, strict=True)), 2),
-                    "peak_MB": max(peaks["shared", engine][-1], peaks["expert", engine][-1]),
-                }
-            )
-    table = Table(*rows[0])
-    for row in rows:
-        table.add_row(*map(str, row.values()))
-    Console(width=120).print(table)
-    if args.csv:
-        with args.csv.open("w", newline="") as handle:
-            writer = csv.DictWriter(handle, fieldnames=list(rows[0]))
-            writer.writeheader()
-            writer.writerows(rows)
+    def add(stream: str, variant: str, seconds: list[float], base: list[float], peak: float, base_peak: float) -> None:
+        rows.append(
+            {
+                "model": job.label,
+                "stream": stream,
+                "variant": variant,
+                "ms": round(1000 * median(seconds), 1),
+                "time ratio": round(meter.median_ratio(seconds, base), 2),
+                "peak MB": round(peak),
+                "memory ratio": round(peak / base_peak, 2) if base_peak > 0 else float("nan"),
+            }
+        )
+
+    order = {"shared": 0, "expert": 1, "cycle": 2, "monolithic": 3}
+    totals = {}
+    for variant in (SAME, *engines):
+        pair = (f"shared/{variant}", f"expert/{variant}")
+        seconds = [a + b for a, b in zip(*(samples[key]["seconds"] for key in pair), strict=True)]
+        totals[variant] = seconds, meter.peak(samples, *pair)
+        add("cycle", variant, seconds, totals[SAME][0], totals[variant][1], totals[SAME][1])
+    for key, found in samples.items():
+        stream, _, variant = key.partition("/")
+        base = totals[SAME] if key == STEP else (samples[f"{stream}/{SAME}"]["seconds"], 0)
+        base_peak = totals[SAME][1] if key == STEP else meter.peak(samples, f"{stream}/{SAME}")
+        add(stream, variant, found["seconds"], base[0], meter.peak(samples, key), base_peak)
+    return sorted(rows, key=lambda row: order[row["stream"]])
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    meter.common_arguments(parser)
+    default = [name for name in JOBS if not name.startswith("smoke")]
+    parser.add_argument("--jobs", nargs="+", default=default, choices=list(JOBS))
+    parser.add_argument("--engines", nargs="+", default=list(ENGINES), choices=list(ENGINES))
+    parser.add_argument("--no-peers", action="store_true")
+    args = parser.parse_args(arguments)
+    if args.measure:  # in a child process
+        device = meter.prepare(args.device)
+        (job,) = (JOBS[name] for name in args.jobs)
+        runs, absent = runs_of(job, args.engines, not args.no_peers, device)
+        repeats = min(args.repeats if args.measure == "time" else 1, job.repeats)
+        args.raw.write_text(json.dumps({"samples": meter.interleaved(runs, repeats, device), "absent": absent}))
+        return
+    rows = []
+    for name in args.jobs:
+        options = ["--jobs", name, "--engines", *args.engines, "--repeats", str(args.repeats)]
+        options += ["--no-peers"] if args.no_peers else []
+        found = meter.in_children(str(Path(__file__)), options, args.device)
+        rows += (new := rows_of(JOBS[name], found["samples"], args.engines))
+        meter.show(new, JOBS[name].label)
+        print("\n".join(f"not run: {line}" for line in found["absent"]))
+        if args.output:  # after every model: the large ones take long
+            meter.write(rows, args.output / "step.csv")
+            plot(rows, args.output / "step.png")
+
+
+def plot(rows: list[dict[str, Any]], path: Path) -> None:
+    """Bars of a cycle's and of the shared stream's ratios to the same passes, a row of panels a model."""
+    from matplotlib.figure import Figure
+
+    models = list(dict.fromkeys(row["model"] for row in rows))
+    figure = Figure(figsize=(12, 3.2 * len(models)), layout="constrained")
+    panels = figure.subplots(len(models), 2, squeeze=False)
+    for line, model in zip(panels, models, strict=True):
+        shown = [r for r in rows if r["model"] == model and not r["variant"].startswith("noise")]
+        for axis, ratio in zip(line, ("time ratio", "memory ratio"), strict=True):
+            labels = [f"{r['stream']}: {r['variant']}" for r in shown]
+            axis.barh(labels, [r[ratio] for r in shown], color=["0.6" if r["variant"] == SAME else "C0" for r in shown])
+            axis.axvline(1.0, color="k", lw=0.8)
+            axis.set_xscale("log")
+            axis.invert_yaxis()
+            axis.set(xlabel=f"{ratio} to the same passes without privacy", title=model)
+            axis.title.set_fontsize(9)
+            axis.tick_params(axis="y", labelsize=7)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
 
 
 if __name__ == "__main__":
