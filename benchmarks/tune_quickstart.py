@@ -32,6 +32,9 @@ def main() -> None:
     parser.add_argument("--epochs", type=float, nargs="+", default=[4])
     parser.add_argument("--budget-splits", type=float, nargs="+", default=[0.9])
     parser.add_argument("--ranks", type=int, nargs="+", default=[16])
+    parser.add_argument("--shared-norms", type=float, nargs="+", default=[1.0])
+    parser.add_argument("--expert-norms", type=float, nargs="+", default=[1.0])
+    parser.add_argument("--repeats", type=int, default=1)
     args = parser.parse_args()
     warnings.simplefilter("ignore")
     tokenizer = AutoTokenizer.from_pretrained(tiny_switch_path())
@@ -39,8 +42,11 @@ def main() -> None:
     random.Random(1).shuffle(rows)
     data = Dataset.from_list(rows).map(lambda r: tokenizer(r["text"], truncation=True, max_length=64), batched=True)
     train, test = data.select(range(7_500)), data.select(range(7_500, 9_500))
-    settings = itertools.product(args.batch_sizes, args.learning_rates, args.epochs, args.budget_splits, args.ranks)
-    for batch, rate, epochs, split, rank in settings:
+    settings = itertools.product(
+        args.batch_sizes, args.learning_rates, args.epochs, args.budget_splits, args.ranks, args.shared_norms,
+        args.expert_norms, range(args.repeats),
+    )  # fmt: skip
+    for batch, rate, epochs, split, rank, shared_norm, expert_norm, _ in settings:
         model = SwitchTransformersForSequenceClassification.from_pretrained(
             tiny_switch_path(), num_labels=2, dtype=torch.float32
         )
@@ -56,6 +62,8 @@ def main() -> None:
                     num_train_epochs=epochs,
                     learning_rate=rate,
                     budget_split=split,
+                    shared_max_grad_norm=shared_norm,
+                    expert_max_grad_norm=expert_norm,
                     lora_rank=rank,
                     lora_alpha=rank,
                     lr_scheduler_type="cosine",
@@ -73,7 +81,11 @@ def main() -> None:
             )
             trainer.train()
             accuracy = trainer.evaluate()["eval_accuracy"]
-        print(f"B={batch} lr={rate:g} epochs={epochs:g} rho={split:g} rank={rank}: accuracy {accuracy:.4f}", flush=True)
+        print(
+            f"B={batch} lr={rate:g} epochs={epochs:g} rho={split:g} rank={rank} "
+            f"C_s={shared_norm:g} C_e={expert_norm:g}: accuracy {accuracy:.4f}",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":
