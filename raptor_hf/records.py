@@ -10,9 +10,11 @@ import torch
 from raptor_hf.auto import choose_from_public, needs_public
 from raptor_hf.checks import check_batch
 from raptor_hf.distributed import from_main
+from raptor_hf.grad_sample.batches import records_at_once
 from raptor_hf.limits import Limits, check_lengths, limits_of
 from raptor_hf.methods import Method
 from raptor_hf.moe import check_disjoint
+from raptor_hf.streams import Stream
 
 __all__ = ["RecordsMixin"]
 
@@ -40,6 +42,10 @@ class RecordsMixin:
     def engine(self) -> str:
         """The per-sample gradient engine: methods that train base weights have the one-record engine only."""
         return self.args.grad_sample_mode if self._method.weights == "adapters" else "reference"
+
+    def _records_at_once(self, stream: Stream) -> int | None:
+        """How many records' gradients fit into memory; None for the hooks engine, which holds none."""
+        return None if self.engine == "hooks" else records_at_once(stream.parameters, owned=stream.owned)
 
     def _private_records(self, dataset: Any) -> tuple[Any, Callable]:
         """The training set without columns the model does not take, and its collator."""

@@ -14,6 +14,7 @@ from torch import nn
 
 from raptor_hf.distributed import broadcast, is_main, reduce_to_main
 from raptor_hf.grad_sample import LossFn, engine_gradients, model_loss, summed_gradients
+from raptor_hf.grad_sample.batches import cut
 from raptor_hf.privacy.mechanism import ClippedSum, UnclippedSum, release
 from raptor_hf.privacy.noise import EntropySource, NoiseSource
 
@@ -102,12 +103,14 @@ def sum_gradients(
     stream: Stream,
     micro_batches: Iterable[tuple[Mapping[str, torch.Tensor], torch.Tensor | None]],
     gradients: Callable[[Stream, Mapping[str, torch.Tensor], torch.Tensor | None], Mapping[str, Any]],
+    most: int | None = None,
 ) -> ClippedSum | UnclippedSum:
     """Clipped sum over a logical batch (before noise: private). An empty batch gives zeros.
 
     Args:
         micro_batches: pairs of a collated batch and, where the stream has owners, its records' owners (b,).
         gradients: (stream, batch, owner) -> per-sample gradients of every tensor of the stream.
+        most: records whose gradients may be held at once; a micro-batch of more is cut, which changes no sum.
     """
     device = next(iter(stream.parameters.values())).device
     shapes = {name: p.shape for name, p in stream.parameters.items()}
@@ -117,8 +120,10 @@ def sum_gradients(
             plain.add(summed_gradients(model, batch, stream.parameters))
         return plain
     total = ClippedSum(shapes, stream.max_norm, num_owners=stream.num_owners, owned=stream.owned, device=device)
-    for batch, owner in micro_batches:
-        total.add(gradients(stream, batch, owner), owner)
+    for micro_batch, owners in micro_batches:
+        parts = [(micro_batch, owners)] if most is None else cut(micro_batch, owners, most)
+        for batch, owner in parts:
+            total.add(gradients(stream, batch, owner), owner)
     return total
 
 

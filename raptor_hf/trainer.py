@@ -295,7 +295,11 @@ class RaptorTrainer(RecordsMixin, EvaluationMixin, HubMixin, Trainer):
             ):
                 self.ledger.spend(name)
                 clipped = sum_gradients(
-                    self.model, stream, self._micro_batches(getattr(inputs, name), owners), self.record_gradients
+                    self.model,
+                    stream,
+                    self._micro_batches(getattr(inputs, name), owners),
+                    self.record_gradients,
+                    self._records_at_once(stream),
                 )
             noisy_gradients(stream, clipped, self.noise)
             done.append(stream)

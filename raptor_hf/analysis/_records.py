@@ -13,7 +13,7 @@ from torch import nn
 
 from raptor_hf.errors import PrivacyConfigError
 from raptor_hf.grad_sample import LossFn, engine_gradients, model_loss, residual_weighted
-from raptor_hf.grad_sample.hooks import _losses
+from raptor_hf.grad_sample.record_losses import record_losses
 from raptor_hf.moe.lora import adapter_plan, stream_parameters
 from raptor_hf.moe.ownership import owner_map
 from raptor_hf.moe.routing import _evaluation, iterate_batches
@@ -81,7 +81,7 @@ def prepare(model: nn.Module, data: Iterable, data_collator: Collator, batch_siz
 @torch.no_grad()
 def mean_loss(model: nn.Module, records: Records) -> float:
     """Mean over the records of each record's own loss, added up in float64."""
-    return sum(float(_losses(model, b, model_loss).double().sum()) for b in records.batches) / records.size
+    return sum(float(record_losses(model, b, model_loss).double().sum()) for b in records.batches) / records.size
 
 
 def gradients(

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
-from raptor_hf.grad_sample.batches import cut, one_row_a_record, records_at_once
+from raptor_hf.grad_sample.batches import one_row_a_record
 from raptor_hf.grad_sample.functorch import functorch_gradients
 from raptor_hf.grad_sample.hooks import hooks_gradients
 from raptor_hf.grad_sample.losses import LossFn, model_loss, residual_weighted
@@ -17,7 +17,7 @@ from raptor_hf.grad_sample.summed import summed_gradients
 from raptor_hf.validate import one_of
 
 __all__ = [
-    "ENGINES", "LossFn", "engine_gradients", "gradient_parts", "model_loss", "per_sample_gradients",
+    "ENGINES", "LossFn", "engine_gradients", "model_loss", "per_sample_gradients",
     "residual_weighted", "summed_gradients",
 ]  # fmt: skip
 
@@ -96,28 +96,3 @@ def engine_gradients(
         if value.shape[0] != size:
             raise RuntimeError(f"`{name}` has {value.shape[0]} gradient rows for {size} records; this is a bug.")
     return grads
-
-
-def gradient_parts(
-    model: nn.Module,
-    batch: Mapping[str, torch.Tensor],
-    parameters: Mapping[str, torch.Tensor],
-    *,
-    mode: str = "functorch",
-    loss_fn: LossFn | None = None,
-    owner: torch.Tensor | None = None,
-    budget: int | None = None,
-) -> Iterator[tuple[dict[str, Any], torch.Tensor | None]]:
-    """`engine_gradients` and owners of a micro-batch, in as many parts as memory asks for.
-
-    The `hooks` engine takes a micro-batch as it is. The others hold every record's gradients, all formed; a
-    micro-batch whose gradients would exceed `budget` bytes (default: a quarter of the memory that is free) is cut.
-    Records are independent, so the clipped sum over the parts is that of the whole.
-    """
-    one_of("mode", mode, tuple(ENGINES))
-    size = one_row_a_record(batch)[1]
-    owned = () if owner is None else parameters.keys()
-    most = size if mode == "hooks" else records_at_once(parameters, owned=owned, budget=budget)
-    for part, part_owner in cut(batch, owner, max(1, most)):
-        grads = engine_gradients(model, part, parameters, mode=mode, loss_fn=loss_fn, owner=part_owner)
-        yield grads, part_owner

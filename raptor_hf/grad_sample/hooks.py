@@ -16,13 +16,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers.utils import ModelOutput
 
 from raptor_hf.errors import UnsupportedModelError
 from raptor_hf.grad_sample.expert_outer import ExpertOuterProducts, NotedPairs
-from raptor_hf.grad_sample.losses import LossFn, model_loss
+from raptor_hf.grad_sample.losses import LossFn
 from raptor_hf.grad_sample.outer import OuterProducts, cheap_to_form, outer_products
 from raptor_hf.grad_sample.owners import adapted_blocks, protected_block
+from raptor_hf.grad_sample.record_losses import record_losses
 from raptor_hf.moe.block import kernel_mode
 from raptor_hf.moe.experts import AllAdapters, OwnerAdapters, PairParts
 from raptor_hf.moe.lora import LoraLinear
@@ -30,8 +30,6 @@ from raptor_hf.moe.pairs import PairRecords, Spans
 from raptor_hf.privacy.clipping import RecordGradients
 
 __all__ = ["hooks_gradients"]
-
-_LABELS = "labels"
 
 
 class _Tape:
@@ -178,57 +176,6 @@ def _frozen(model: nn.Module) -> Iterator[None]:
             parameter.requires_grad_(True)
 
 
-def _losses(model: nn.Module, batch: Mapping[str, torch.Tensor], loss_fn: LossFn) -> torch.Tensor:
-    """Every record's loss (b,), from one batched forward pass.
-
-    The loss is the model's own `loss_function` on one record's logits at a time. That this is what the model computes
-    from `labels` is checked once for every model, on a record alone.
-    """
-    inputs = {key: value for key, value in batch.items() if key != _LABELS}
-    logits = model(**inputs).logits
-
-    def one(record_logits: torch.Tensor, record: dict[str, torch.Tensor]) -> torch.Tensor:
-        forward = partial(_from_logits, model, record_logits.unsqueeze(0))
-        return loss_fn(forward, {key: value.unsqueeze(0) for key, value in record.items()})
-
-    losses = torch.func.vmap(one, randomness="different")(logits, dict(batch))
-    if not getattr(model, "_raptor_loss_checked", False):
-        _check_loss(model, batch)
-        model._raptor_loss_checked = True  # type: ignore[assignment]
-    return losses
-
-
-def _from_logits(model: nn.Module, logits: torch.Tensor, **record: Any) -> ModelOutput:
-    """What the model would return for one record, from its logits."""
-    # fp32 as in the models' own losses: the logits may come from autocast
-    logits = logits if logits.dtype == torch.float64 else logits.float()
-    labels = record.get(_LABELS)
-    if labels is None:
-        return ModelOutput(loss=None, logits=logits)
-    size = getattr(model.config, "vocab_size", None)
-    loss = model.loss_function(labels=labels, logits=logits, pooled_logits=logits, config=model.config, vocab_size=size)
-    return ModelOutput(loss=loss, logits=logits)
-
-
-@torch.no_grad()
-def _check_loss(model: nn.Module, batch: Mapping[str, torch.Tensor]) -> None:
-    record = {key: value[:1] for key, value in batch.items()}
-    training = model.training
-    model.eval()
-    try:
-        alone = model(**{key: value for key, value in record.items() if key != _LABELS}).logits
-        wanted = model_loss(model, record)
-        found = model_loss(partial(_from_logits, model, alone), record)
-    finally:
-        model.train(training)
-    if not torch.allclose(found.double(), wanted.double(), rtol=1e-3, atol=1e-5, equal_nan=True):
-        raise UnsupportedModelError(
-            f"`{type(model).__name__}` computes another loss from `labels` than its `loss_function` does from logits",
-            "This engine takes each record's loss from the logits, and would differentiate something else",
-            'Use `grad_sample_mode="functorch"`',
-        )
-
-
 def hooks_gradients(
     model: nn.Module,
     batch: Mapping[str, torch.Tensor],
@@ -245,7 +192,7 @@ def hooks_gradients(
     a1, b1, a2, b2 = owned
     owners = {path: OwnerAdapters(owner, (a1, b1), (a2, b2))}
     with torch.enable_grad(), _frozen(model), kernel_mode(model, owners):
-        total = _losses(model, batch, loss_fn).sum()
+        total = record_losses(model, batch, loss_fn).sum()
         grads = torch.autograd.grad(total, owned, allow_unused=True)
     return {
         name: torch.zeros_like(value) if g is None else g for name, value, g in zip(names, owned, grads, strict=True)
@@ -268,7 +215,7 @@ def _shared_gradients(
         wanted[path] = AllAdapters((a1, b1), (a2, b2), partial(tape.note_pairs, names))
     others = {name: value for name, value in parameters.items() if name not in of_experts}
     with torch.enable_grad(), _taped(model, others, tape), kernel_mode(model, wanted):
-        total = _losses(model, batch, loss_fn).sum()
+        total = record_losses(model, batch, loss_fn).sum()
         # runs the backward of every taped module and block; they note their parts and return no gradient
         torch.autograd.grad(total, list(parameters.values()), allow_unused=True)
     return {name: tape.gradients(name, p, of_expert=name in of_experts) for name, p in parameters.items()}

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-from raptor_hf.grad_sample.hooks import _losses
 from raptor_hf.grad_sample.losses import model_loss
+from raptor_hf.grad_sample.record_losses import record_losses
 
 __all__ = ["summed_gradients"]
 
@@ -27,6 +27,6 @@ def summed_gradients(
     if next(iter(batch.values())).shape[0] == 0:
         return {name: torch.zeros_like(p) for name, p in parameters.items()}
     with torch.enable_grad():
-        total = _losses(model, batch, model_loss).sum()
+        total = record_losses(model, batch, model_loss).sum()
         grads = torch.autograd.grad(total, list(parameters.values()), allow_unused=True)
     return {n: torch.zeros_like(p) if g is None else g for (n, p), g in zip(parameters.items(), grads, strict=True)}

@@ -9,10 +9,11 @@ import torch
 from peft import LoraConfig
 
 from raptor_hf.errors import PrivacyConfigError
-from raptor_hf.grad_sample import ENGINES, engine_gradients, gradient_parts, per_sample_gradients
+from raptor_hf.grad_sample import ENGINES, engine_gradients, per_sample_gradients
 from raptor_hf.grad_sample.batches import cut, free_memory, one_row_a_record, records_at_once
 from raptor_hf.moe import attach_adapters, stream_parameters
 from raptor_hf.privacy.mechanism import ClippedSum
+from raptor_hf.streams import Stream, sum_gradients
 from tests import families
 from tests.helpers import EXPERTS, collate, tiny_model, tiny_records
 
@@ -174,13 +175,18 @@ def test_cutting_for_memory_changes_nothing(mode, stream, exact_norms, monkeypat
     share = EXPERTS if stream == "expert" else 1
     each = sum(8 * p.numel() // share for p in parameters.values())
     sizes, sums = [], []
+    owned = frozenset(parameters) if stream == "expert" else frozenset()
+    constants = Stream(stream, parameters, 0.1, 1.0, 8.0, EXPERTS if owned else None, owned)
+
+    def gradients(_stream, part, part_owner):
+        grads = engine_gradients(model, part, parameters, mode=mode, owner=part_owner)
+        sizes.append(next(iter(grads.values())).shape[0])
+        return grads
+
     for budget in (None, 2 * each, 1):
-        total = empty_sum(parameters, stream)
-        for grads, part in gradient_parts(model, collate(RECORDS), parameters, mode=mode, owner=owner, budget=budget):
-            sizes.append(next(iter(grads.values())).shape[0])
-            total.add(grads, part)
-        sums.append(total.sums)
-    assert sizes == ([9] * 3 if mode == "hooks" else [9, 2, 2, 2, 2, 1] + [1] * 9)
+        most = None if budget is None else records_at_once(parameters, owned=owned, budget=budget)
+        sums.append(sum_gradients(model, constants, [(collate(RECORDS), owner)], gradients, most).sums)
+    assert sizes == [9, 2, 2, 2, 2, 1] + [1] * 9
     for other in sums[1:]:
         assert all(float((other[n] - value).abs().max()) <= 1e-12 for n, value in sums[0].items())
 
@@ -190,7 +196,8 @@ def test_an_empty_micro_batch_is_one_empty_part():
     parameters = stream_parameters(model)["shared"]
     batch = {name: value[:0] for name, value in collate(RECORDS).items()}
     for mode in MODES:
-        ((grads, owner),) = gradient_parts(model, batch, parameters, mode=mode, budget=1)
+        ((part, owner),) = cut(batch, None, 1)
+        grads = engine_gradients(model, part, parameters, mode=mode)
         assert owner is None and all(value.shape == (0, *parameters[name].shape) for name, value in grads.items())
 
 
