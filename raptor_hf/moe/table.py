@@ -22,6 +22,8 @@ engine, independence of the neighbours, owners, one training cycle, adapters rea
 """
 
 _STRUCTURE = """
+`deepseek_vl_v2` (DeepSeek-VL2, images and text; stacked) is a model of this package: [its page](deepseek-vl2.md).
+
 Weights must not be quantized: GPT-OSS is loaded with `quantization_config=Mxfp4Config(dequantize=True)`.
 
 ## Told by structure
