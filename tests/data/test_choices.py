@@ -28,7 +28,8 @@ LONG = [record([6, 7], choice) for choice in ([9, 8], [9], [9, 8, 10, 11])]
 SHORT = [record([3], [letter]) for letter in (20, 21)]
 ODD = [record([], [9, 8]), record([5], [7]), record([5, 6], [7])]
 WITHOUT_PROMPT = [record([], [7]), record([], [8])]
-QUESTIONS = [LETTERS, LONG, SHORT, ODD, WITHOUT_PROMPT, LETTERS[::-1]]
+OTHER_PROMPTS = [record([3, 4], [7]), record([5, 6], [7])]
+QUESTIONS = [LETTERS, LONG, SHORT, ODD, WITHOUT_PROMPT, LETTERS[::-1], OTHER_PROMPTS]
 
 
 @pytest.mark.parametrize("batch_size", [1, 3, 100])
@@ -41,7 +42,7 @@ def test_against_one_pass_a_choice(batch_size):
     scores = choice_log_likelihoods(model, QUESTIONS, CompletionCollator(), batch_size=batch_size)
     handle.remove()
     # letters of one question share a row; the model is put back into the mode it was in
-    assert sum(rows for _, rows, _ in seen) == 1 + 3 + 1 + 3 + 2 + 1
+    assert sum(rows for _, rows, _ in seen) == 1 + 3 + 1 + 3 + 2 + 1 + 2
     assert not any(training for training, *_ in seen) and model.training
     assert all(rows <= batch_size for _, rows, _ in seen)
     model.eval()
