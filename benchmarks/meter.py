@@ -26,6 +26,8 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Table
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
 
 __all__ = [
     "Samples",
@@ -36,6 +38,7 @@ __all__ = [
     "peak",
     "prepare",
     "show",
+    "work",
     "write",
 ]
 
@@ -80,6 +83,28 @@ def interleaved(runs: Mapping[str, Callable[[], object]], repeats: int, device: 
                 samples[key]["seconds"].append(seconds)
                 samples[key]["peak"].append(peak_mb)
     return samples
+
+
+class _Work(TorchDispatchMode):
+    """`FlopCounterMode` without its hooks on modules, which cannot be where a backward pass runs in a backward pass."""
+
+    total = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        count = flop_registry.get(func._overloadpacket)
+        self.total += count(*args, **(kwargs or {}), out_val=out) if count else 0
+        return out
+
+
+def work(runs: Mapping[str, Callable[[], object]]) -> dict[str, float]:
+    """Floating-point operations of the matrix products of one call (10^9): what no load on the machine can blur."""
+    found = {}
+    for key, run in runs.items():
+        with _Work() as counter:
+            run()
+        found[key] = counter.total / 1e9
+    return found
 
 
 def common_arguments(parser: argparse.ArgumentParser) -> None:

@@ -85,21 +85,26 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--jobs", nargs="+", default=default, choices=list(JOBS))
     parser.add_argument("--engines", nargs="+", default=list(ENGINES), choices=list(ENGINES))
     parser.add_argument("--no-peers", action="store_true")
+    parser.add_argument("--work", action="store_true", help="also print the floating-point operations of each variant")
     args = parser.parse_args(arguments)
     if args.measure:  # in a child process
         device = meter.prepare(args.device)
         (job,) = (JOBS[name] for name in args.jobs)
         runs, absent = runs_of(job, args.engines, not args.no_peers, device)
         repeats = min(args.repeats if args.measure == "time" else 1, job.repeats)
-        args.raw.write_text(json.dumps({"samples": meter.interleaved(runs, repeats, device), "absent": absent}))
+        samples = meter.interleaved(runs, repeats, device)
+        work = meter.work(runs) if args.work else {}
+        args.raw.write_text(json.dumps({"samples": samples, "absent": absent, "work": work}))
         return
     rows = []
     for name in args.jobs:
         options = ["--jobs", name, "--engines", *args.engines, "--repeats", str(args.repeats)]
-        options += ["--no-peers"] if args.no_peers else []
+        options += ["--no-peers"] * args.no_peers + ["--work"] * args.work
         found = meter.in_children(str(Path(__file__)), options, args.device)
         rows += (new := rows_of(JOBS[name], found["samples"], args.engines))
         meter.show(new, JOBS[name].label)
+        if args.work:
+            meter.show([{"variant": key, "Gflop": round(n, 3)} for key, n in found["work"].items()], "Matrix products")
         print("\n".join(f"not run: {line}" for line in found["absent"]))
         if args.output:  # after every model: the large ones take long
             meter.write(rows, args.output / "step.csv")

@@ -114,6 +114,11 @@ def test_variants_are_interleaved_after_one_round_that_does_not_count(scripts):
     assert len(found["a"]["seconds"]) == 2
 
 
+def test_work_is_that_of_the_matrix_products(scripts):
+    left, right = torch.ones(2, 3), torch.ones(3, 5)
+    assert scripts.meter.work({"product": lambda: left @ right}) == {"product": 2 * 2 * 3 * 5 / 1e9}
+
+
 def test_a_ratio_is_taken_within_its_round(scripts):
     """A machine that is ten times slower in one round changes no ratio."""
     assert scripts.meter.median_ratio([2.0, 20.0, 2.0], [1.0, 10.0, 1.0]) == 2.0
