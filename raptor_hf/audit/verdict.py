@@ -87,13 +87,12 @@ class CanaryResult:
         return cls(found["included"], found["lone"], under("score_"), claims, delta, measured, quiet)
 
 
-def bound_run(
-    result: CanaryResult, confidence: float, runs: int = 1, others: Sequence[CanaryResult] = ()
-) -> dict[str, Any]:
+def bound_run(result: CanaryResult, confidence: float, others: Sequence[CanaryResult] = ()) -> dict[str, Any]:
     """Lower bounds on epsilon by the whole run, by each stream, and by the canaries alone in an expert.
 
     Args:
-        confidence: that *none* of the bounds of `runs` runs is above the true epsilon: shared out by Bonferroni.
+        confidence: that *none* of the run's bounds is above the true epsilon: shared out by Bonferroni. Not shared
+            among several runs: the bounds pay for m delta, and would be zero at a much higher confidence.
         others: further runs, with the same `args.seed`: their noise must not be this run's.
 
     Returns:
@@ -105,7 +104,7 @@ def bound_run(
     wanted = [("joint", "joint", everyone), *wanted, ("final", "joint", everyone)]
     if result.lone.any() and "expert" in result.claims:
         wanted.append(("lone", "expert", result.lone))
-    level = 1 - (1 - confidence) / (len(wanted) * runs)
+    level = 1 - (1 - confidence) / len(wanted)
     bounds = []
     for name, claim, chosen in wanted:
         scores, coins = result.scores["expert" if name == "lone" else name][chosen], result.included[chosen]
@@ -153,8 +152,8 @@ def one_run_markdown(report: Mapping[str, Any]) -> str:
     lines = [
         "# One-run audit with gradient canaries",
         "",
-        f"{report['canaries']} canaries a run, each put in by a fair coin. Lower bounds on epsilon at confidence "
-        f"{report['confidence']:.0%} for all of this page together, against what the trainer claims.",
+        f"{report['canaries']} canaries a run, each put in by a fair coin. Lower bounds on epsilon, all those of "
+        f"one run together at confidence {report['confidence']:.0%}, against what the trainer claims.",
         "",
         "| method | view | claimed epsilon | delta | runs | bound, mean | bound, largest | exceeded |",
         "|---|---|---|---|---|---|---|---|",

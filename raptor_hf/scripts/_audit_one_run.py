@@ -70,7 +70,7 @@ def run(args: argparse.Namespace, settings: Mapping[str, Any]) -> int:
         audit = _Audit(args, folder, cell.name)
         results = [audit.result(number) for number in range(args.runs)]
         for number, one in enumerate(results):
-            verdict = bound_run(one, args.confidence, args.runs * len(cells), others=results[:number])
+            verdict = bound_run(one, args.confidence, others=results[:number])
             rows.append({"name": cell.name, "method": cell.method, **verdict})
     report = {
         "schema_version": reports.SCHEMA_VERSION,

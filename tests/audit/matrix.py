@@ -42,10 +42,10 @@ CHIEF = (
 )
 COLUMNS = ("T1", "T2", "T3", "one-run", "measured", "loss", "LiRA")
 POOL = tiny_records(40, seed=9, shortest=4)
-# An epsilon of about 2, and a learning rate by which a model without noise learns its records by heart.
+# An epsilon of about 1.3, and a learning rate by which a model without noise learns its records by heart.
 SHADOW = dict(
-    optim="adamw_torch", learning_rate=0.05, expected_batch_size=10, per_device_train_batch_size=20, max_steps=25,
-    shared_noise_multiplier=4.0, expert_noise_multiplier=6.0, lora_rank=4, target_delta=1e-3,
+    optim="adamw_torch", learning_rate=0.05, expected_batch_size=20, per_device_train_batch_size=20, max_steps=25,
+    shared_noise_multiplier=14.0, expert_noise_multiplier=25.0, lora_rank=4, target_delta=1e-3,
 )  # fmt: skip
 
 

@@ -48,7 +48,10 @@ def test_canaries_catch(name):
 
 @pytest.mark.slow
 def test_shadow_models_catch_missing_noise():
-    assert judge("Noise divided by the batch size twice", ("LiRA", "loss"))["LiRA"] == "caught"
+    with quietly("Noise divided by the batch size twice"):
+        row = shadows()
+    for attack in row["attacks"].values():
+        assert attack["auc"]["mean"] > largest_auc(row["epsilon"], row["delta"])
 
 
 @pytest.mark.slow
