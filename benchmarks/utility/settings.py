@@ -65,6 +65,7 @@ VARIANTS: dict[str, Variant] = {
     "global_clip": _raptor("full-model clip", clipping="global"),
     "no_alternating": _raptor("no alternating", alternating=False),
     "no_residual": _raptor("no residual weight", residual_weighting=False),
+    "expert_clip": _raptor("RAPTOR, C_e = 0.02", expert_max_grad_norm=0.02),
 }
 
 _METHODS = ("nonprivate_lora", "nonprivate_ffn", "monolithic_lora", "monolithic_full")
