@@ -77,7 +77,7 @@ JOBS: dict[str, Job] = {
         Job("bundled-switch", bundled, 64, 32, 16),
         Job("switch-768x4", partial(switch, 768, blocks=4), 8, 128, 128),
         Job("switch-768x12", partial(switch, 768, blocks=12, vocabulary=32128), 8, 128, 128, repeats=2),
-        Job("olmoe-256x4", partial(olmoe, 256, layers=4, experts=16, top_k=4), 16, 64, 16),
+        Job("olmoe-256x4", partial(olmoe, 256, layers=4, experts=16, top_k=4), 4, 32, 16),
         Job("smoke-switch", partial(switch, 16, blocks=2, experts=4), 3, 8, 4),
         Job("smoke-olmoe", partial(olmoe, 16, layers=2, experts=4, top_k=2), 3, 8, 4),
     )
