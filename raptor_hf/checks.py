@@ -87,7 +87,7 @@ def _structure(model: nn.Module) -> tuple[MoELayout | None, list[Finding]]:
         layout = find_moe_layout(model)
     except UnsupportedModelError as error:
         return None, [Finding.of(error)]
-    findings = [*(_normalisation(model) or _opacus(model)), *_auxiliary_losses(model), *_task(model)]
+    findings = [*(_normalisation(model) or _opacus(model)), *_auxiliary_losses(model), *_task(model), *_peft(model)]
     plan: Any = getattr(model, "raptor_adapters", None)
     attached = plan is not None
     if not attached or plan.weights == "adapters":
@@ -115,6 +115,22 @@ def _task(model: nn.Module) -> list[Finding]:
         for task in _OTHER_TASKS
         if task in (getattr(model, "loss_type", None) or "", type(model).__name__[-len(task) :])
     ]
+
+
+def _peft(model: nn.Module) -> list[Finding]:
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    return [
+        Finding(
+            f"The model carries an adapter of PEFT (`{name}`)",
+            "What trained it is in no budget, and records may have been the same; its weights would be taken for the "
+            "public base model's",
+            "Load the base model without it; to go on with an earlier run, resume from its checkpoint",
+            kind=UnsupportedModelError,
+        )
+        for name, module in model.named_modules()
+        if isinstance(module, BaseTunerLayer)
+    ][:1]
 
 
 def _opacus(model: nn.Module) -> list[Finding]:

@@ -93,6 +93,8 @@ def check_untrained(model: nn.Module, ledger: PrivacyLedger) -> None:
         given = f"A model with the adapter of `{os.path.basename(os.path.normpath(loaded))}` was given"
     elif (other is not ledger or not (ledger.shared_steps or ledger.expert_steps)) and holds_training(model):
         given = "A model was given whose adapters are not at their start: `lora_B` is not zero"
+    elif (folder := _trained_base(model)) is not None and not _counted(folder, ledger):
+        given = f"The base model `{os.path.basename(os.path.normpath(folder))}` was given, which a run has trained"
     if given is not None:
         raise PrivacyConfigError(
             given,
@@ -113,6 +115,15 @@ def _counted(directory: str, ledger: PrivacyLedger) -> bool:
         and state["shared_steps"] <= ledger.shared_steps
         and state["expert_steps"] <= ledger.expert_steps
     )
+
+
+def _trained_base(model: nn.Module) -> str | None:
+    """The folder from which the base model was loaded, if a method that trains base weights saved it there."""
+    name = getattr(model, "name_or_path", None)
+    if not name or not (Path(name) / STATE_FILE).exists():
+        return None
+    # beside an adapter the state is the adapter's, and a base model in the same folder is untouched
+    return None if (Path(name) / "adapter_model.safetensors").exists() else str(name)
 
 
 def holds_training(model: nn.Module) -> bool:
@@ -152,6 +163,12 @@ def make_streams(args: RaptorConfig, model: nn.Module, plan: PrivacyPlan, stage:
     streams = {}
     for mechanism, counter in zip(method.mechanisms, method.counters, strict=True):
         sigma = plan.expert_noise_multiplier if counter == "expert" else plan.shared_noise_multiplier
+        if method.private and sigma is None:
+            raise PrivacyConfigError(
+                f"`method={method.name!r}` releases a stream for which the plan has no noise ({counter})",
+                "It would be released without noise",
+                "Start a new run of this method from the base model",
+            )
         if mechanism == "expert":
             streams[counter] = Stream(
                 counter, parameters["expert"], args.expert_max_grad_norm, sigma or 0.0, per_owner, experts, owned

@@ -174,7 +174,7 @@ class PrivacyLedger:
             )
         setattr(self, name, getattr(self, name) + 1)
         if self.journal is not None:
-            self._write(self.journal)
+            self._write(self.journal, arguments=self.arguments)
 
     def go_on(self, planned: PrivacyPlan) -> None:
         """Go on with what `planned` says, from the steps counted so far.
@@ -185,7 +185,8 @@ class PrivacyLedger:
         noise = {
             name: getattr(self.plan, name)
             for name in ("shared_noise_multiplier", "expert_noise_multiplier")
-            if planned.target_epsilon is not None
+            # a stream that the training so far had not has no noise to go on with, and one that it had may not vanish
+            if planned.target_epsilon is not None and None not in (getattr(self.plan, name), getattr(planned, name))
         }
         expected = replace(planned, cycles=self.plan.cycles, **noise)
         for name, value in asdict(self.plan).items():

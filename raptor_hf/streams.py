@@ -13,8 +13,9 @@ import torch
 from torch import nn
 
 from raptor_hf.distributed import broadcast, is_main, reduce_to_main
+from raptor_hf.errors import PrivacyConfigError
 from raptor_hf.grad_sample import LossFn, engine_gradients, model_loss, summed_gradients
-from raptor_hf.grad_sample.batches import cut
+from raptor_hf.grad_sample.batches import cut, one_row_a_record
 from raptor_hf.privacy.mechanism import ClippedSum, UnclippedSum, release
 from raptor_hf.privacy.noise import EntropySource, NoiseSource
 
@@ -123,7 +124,15 @@ def sum_gradients(
     for micro_batch, owners in micro_batches:
         parts = [(micro_batch, owners)] if most is None else cut(micro_batch, owners, most)
         for batch, owner in parts:
-            total.add(gradients(stream, batch, owner), owner)
+            found, (_, size) = gradients(stream, batch, owner), one_row_a_record(batch)
+            if wrong := [name for name, value in found.items() if value.shape[0] != size]:
+                # without the numbers: a realised batch size is private
+                raise PrivacyConfigError(
+                    f"Gradients of `{wrong[0]}` were given that are not one for each record",
+                    "Each row is clipped on its own: a record with several, or one of several records, is not bounded",
+                    "Return exactly one gradient a record from `record_gradients`",
+                )
+            total.add(found, owner)
     return total
 
 

@@ -125,10 +125,15 @@ def peft_config(model: nn.Module) -> LoraConfig:
 def save_adapter(model: nn.Module, directory: str | os.PathLike) -> None:
     """Write `adapter_model.safetensors` and `adapter_config.json`; the weights file is replaced atomically.
 
-    The statement, manifest and state of the adapter that was there before are deleted first.
+    The statement, manifest and state of the adapter (or trained model, with the model itself) that was there before are
+    deleted first.
     """
     path = Path(directory)
     path.mkdir(parents=True, exist_ok=True)
+    if (path / "raptor_state.json").exists() and not (path / WEIGHTS).exists():
+        # a whole model that an earlier run trained: this adapter's statement would lie beside it, and is not about it
+        for trained in (*path.glob("model*.safetensors"), *path.glob("model*.safetensors.index.json")):
+            trained.unlink()
     for name in _ABOUT:
         (path / name).unlink(missing_ok=True)
     partial = path / (WEIGHTS + ".partial")

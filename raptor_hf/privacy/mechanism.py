@@ -60,6 +60,14 @@ class ClippedSum:
                 f"Gradients of {sorted(set(grads) ^ set(self.sums))[:3]} are missing or unexpected. The norm must run "
                 "over all tensors of the stream. Pass exactly the stream's tensors."
             )
+        for name, value in grads.items():
+            wanted = self.sums[name].shape[1:] if name in self.owned else self.sums[name].shape
+            if value.shape[1:] != wanted:
+                raise ValueError(
+                    f"Gradients of `{name}` have the shape {tuple(value.shape[1:])} a record, and the sum "
+                    f"{tuple(wanted)}. Repeated to fit, they would be longer than they were clipped to. Pass one "
+                    "gradient of the whole tensor a record."
+                )
         if owner is None:
             sums, _ = clip_and_sum(grads, self.sensitivity)
         else:

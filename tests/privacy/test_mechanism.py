@@ -244,3 +244,16 @@ def test_one_record_more_moves_the_sum_by_no_more_than_the_bound_whatever_the_ro
             total.add({"a": part})
         sums.append(total.sums["a"])
     assert (sums[1] - sums[0]).norm() <= total.sensitivity
+
+
+@pytest.mark.parametrize("shape", [(1, 4), (1, 1, 4), (1, 50, 1)])
+@pytest.mark.parametrize("owners", [None, 3])
+def test_gradients_that_would_be_repeated_to_fit_are_refused(owners, shape):
+    """One record's gradient, spread over 50 rows by broadcasting, would be 7 times as long as it was clipped to."""
+    total = ClippedSum({"w": torch.Size([50, 4] if owners is None else [owners, 50, 4])}, 1.0, num_owners=owners)
+    owner = None if owners is None else torch.tensor([1])
+    with pytest.raises(ValueError, match="have the shape"):
+        total.add({"w": torch.ones(shape)}, owner)
+    assert float(total.sums["w"].norm()) == 0
+    total.add({"w": torch.ones(1, 50, 4)}, owner)
+    assert float(total.sums["w"].norm()) == pytest.approx(1.0, abs=1e-5)

@@ -8,10 +8,11 @@ from __future__ import annotations
 import inspect
 
 import pytest
+import torch
 from datasets import Dataset
 from transformers import Trainer
 
-from raptor_hf import RaptorTrainer
+from raptor_hf import PrivacyConfigError, RaptorTrainer
 from tests.helpers import tiny_records
 from tests.trainer.build import fix_draws, make_trainer
 
@@ -97,3 +98,19 @@ def test_gradients_are_not_clipped_or_scaled_after_the_noise():
     assert float(trainer.training_step(trainer.model, cycle, num_items_in_batch=7)) == 0
     grads = [p.grad for p in trainer.model.parameters() if p.grad is not None]
     assert grads and max(float(g.abs().max()) for g in grads) > 0.5
+
+
+@pytest.mark.parametrize(
+    "change", [lambda g: torch.cat([g, g]), lambda g: g.sum(0, keepdim=True)], ids=["two a record", "one for all"]
+)
+def test_other_numbers_of_gradients_than_records_are_refused(monkeypatch, change):
+    """A record with two rows would count twice the clipping norm."""
+    given = RaptorTrainer.record_gradients
+
+    def changed(self, *args):
+        return {name: change(value) for name, value in given(self, *args).items()}
+
+    monkeypatch.setattr(RaptorTrainer, "record_gradients", changed)
+    trainer = fix_draws(make_trainer(), [([1, 3], [])])
+    with pytest.raises(PrivacyConfigError, match="not one for each record"):
+        trainer.train()
