@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -77,6 +78,7 @@ class RecordsMixin:
                 dataset_size=len(self._records), cycles=self.planned_cycles(),
             ), "measuring on public records",
         )  # fmt: skip
+        self.args = copy.copy(self.args)  # another trainer may take the same, for other records
         for name, value in chosen.items():
             setattr(self.args, name, value)
 

@@ -21,7 +21,7 @@ from raptor_hf.binding import Binding
 from raptor_hf.config import RaptorConfig
 from raptor_hf.distributed import from_main, is_main, wait
 from raptor_hf.errors import PrivacyConfigError
-from raptor_hf.moe.adapter_io import load_adapter
+from raptor_hf.moe.adapter_io import load_adapter, refuse_trained_model
 from raptor_hf.moe.lora import adapter_plan
 from raptor_hf.moe.weights import load_weights
 from raptor_hf.plan import check_untrained
@@ -262,6 +262,8 @@ def _begin(
     make_plan: Callable[[int], PrivacyPlan],
     cycles: int,
 ) -> tuple[Start, PrivacyLedger]:
+    if adapter_plan(model).weights == "adapters":
+        refuse_trained_model(args.output_dir)
     start = find_start(resume_from, args.output_dir, None if ledger is None else ledger.run)
     lost = False
     if start.state is not None:

@@ -321,7 +321,7 @@ class RaptorTrainer(RecordsMixin, EvaluationMixin, HubMixin, Trainer):
     ) -> Mapping[str, Any]:
         """Per-sample gradients of one micro-batch: `{name: (b, *shape)}`, or forms that `ClippedSum.add` takes.
 
-        For subclasses that audit: whatever is returned is clipped record by record, so that the bound holds for it.
+        For subclasses that audit. Each row is clipped; that it is of one record alone is the subclass's word.
         """
         weighted = self.args.residual_weighting
         owned_loss = residual_weighted(model_loss, self.args.residual_gamma) if weighted else model_loss

@@ -81,8 +81,7 @@ class MultimodalCollator:
 
     Raises:
         PrivacyConfigError: a record that has another number of image tokens than its images make, that is a packed row
-            of several records, or that is too long. Methods with owners compute them from all records, so that this
-            comes before the first update; other methods meet such a record when it is drawn.
+            of several records, or that is too long. All records are looked at before the first update.
 
     Keep `remove_unused_columns=False` in the config: models have no argument `images`.
     """

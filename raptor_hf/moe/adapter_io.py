@@ -17,7 +17,7 @@ from raptor_hf.moe.block import PROJECTIONS
 from raptor_hf.moe.layout import MoELayout, SparseLayer, find_moe_layout
 from raptor_hf.moe.lora import AdapterPlan, adapter_plan, attach_adapters
 
-__all__ = ["adapter_state_dict", "check_loaded", "load_adapter", "save_adapter"]
+__all__ = ["adapter_state_dict", "check_loaded", "load_adapter", "refuse_trained_model", "save_adapter"]
 
 # Names that PEFT's conversion for "qwen2_moe" and "mixtral" checkpoints looks for at the end of a target.
 _REWRITTEN = ("gate_proj", "up_proj", "down_proj", "gate", "w1", "w2", "w3")
@@ -122,18 +122,28 @@ def peft_config(model: nn.Module) -> LoraConfig:
     )
 
 
+def refuse_trained_model(directory: str | os.PathLike) -> None:
+    """Refuse a folder with a whole model that a run has trained: an adapter's statement beside it is not about it."""
+    path = Path(directory)
+    if (path / "raptor_state.json").exists() and not (path / WEIGHTS).exists() and any(path.glob("model*.safetensors")):
+        raise PrivacyConfigError(
+            f"The folder `{path.name}` holds a whole model that another run has trained",
+            "The statement of an adapter would lie beside it, and whoever loads the folder would get both",
+            "Use another `output_dir`",
+        )
+
+
 def save_adapter(model: nn.Module, directory: str | os.PathLike) -> None:
     """Write `adapter_model.safetensors` and `adapter_config.json`; the weights file is replaced atomically.
 
-    The statement, manifest and state of the adapter (or trained model, with the model itself) that was there before are
-    deleted first.
+    The statement, manifest and state of the adapter that was there before are deleted first.
+
+    Raises:
+        PrivacyConfigError: the folder holds a whole model that another run trained.
     """
     path = Path(directory)
     path.mkdir(parents=True, exist_ok=True)
-    if (path / "raptor_state.json").exists() and not (path / WEIGHTS).exists():
-        # a whole model that an earlier run trained: this adapter's statement would lie beside it, and is not about it
-        for trained in (*path.glob("model*.safetensors"), *path.glob("model*.safetensors.index.json")):
-            trained.unlink()
+    refuse_trained_model(path)
     for name in _ABOUT:
         (path / name).unlink(missing_ok=True)
     partial = path / (WEIGHTS + ".partial")

@@ -120,12 +120,15 @@ def test_a_trained_whole_model_does_not_lie_beside_an_adapters_statement(tmp_pat
     trainer = make_trainer(method="nonprivate_ffn", output_dir=str(tmp_path), **NONE)
     trainer.train()
     trainer.save_model()
-    assert (tmp_path / "model.safetensors").is_file()
+    before = (tmp_path / "model.safetensors").read_bytes()
     again = make_trainer(output_dir=str(tmp_path))
-    again.train()
-    again.save_model()
-    assert not list(tmp_path.glob("model*.safetensors"))
-    assert not json.loads((tmp_path / "privacy.json").read_text())["verdict"].startswith("NOT PRIVATE")
+    with pytest.raises(PrivacyConfigError, match="another run has trained"):
+        again.train()
+    elsewhere = make_trainer()
+    elsewhere.train()
+    with pytest.raises(PrivacyConfigError, match="another run has trained"):
+        elsewhere.save_model(tmp_path)
+    assert (tmp_path / "model.safetensors").read_bytes() == before and not (tmp_path / "adapter_config.json").exists()
 
 
 @pytest.mark.parametrize("changes", [dict(method="monolithic_full", **ONE), dict(shared_target_modules=["wi"])])
