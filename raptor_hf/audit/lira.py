@@ -54,7 +54,13 @@ def _fit(values: np.ndarray, chosen: np.ndarray, own_variance: bool, kind: str) 
     """Mean and standard deviation (n,) of each record's scores over the models marked in `chosen` (K, n)."""
     count = chosen.sum(0)
     least = 2 if own_variance else 1
-    if (count < least).any() or (count.sum() <= count.size and not own_variance):
+    if (count >= least).all() and count.sum() <= count.size and not own_variance:
+        raise PrivacyConfigError(
+            f"{values.shape[0]} shadow models were given, of which one for each record is {kind} it",
+            "One score a record has no spread, and the common variance is the spread within records",
+            "Train more shadow models: with halves, six at least",
+        )
+    if (count < least).any():
         raise PrivacyConfigError(
             f"{int((count < least).sum())} of {count.size} records have fewer than {least} shadow models {kind} them, "
             f"of {values.shape[0]} in all",

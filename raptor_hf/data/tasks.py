@@ -29,7 +29,8 @@ class DataArguments:
     train_file: str | None = field(default=None, metadata={"help": "Private records: .csv, .tsv, .json or .jsonl."})
     validation_file: str | None = field(default=None, metadata={"help": "Evaluation records, same columns."})
     public_file: str | None = field(
-        default=None, metadata={"help": "Public records (no labels needed) from which the layer is chosen."}
+        default=None,
+        metadata={"help": "Public records from which the layer is chosen; with labels, also what is left to them."},
     )
     text_column: str | None = field(default=None, metadata={"help": "Column of the text; default: the first of text."})
     text_pair_column: str | None = field(default=None, metadata={"help": "Column of the second text, if any."})
@@ -121,6 +122,10 @@ def load_task(args: DataArguments) -> TextTask:
             )
     labels = _label_names(train, args.label_column)
     train, evaluation = (_with_labels(d, args.label_column, labels) for d in (train, evaluation))
+    if public is not None and args.label_column in public.column_names:
+        # labels of the same classes can choose settings; those of another task are no labels here
+        same = {str(value) for value in _label_names(public, args.label_column)} <= set(labels)
+        public = _with_labels(public, args.label_column, labels) if same else public.remove_columns(args.label_column)
     return TextTask(
         _first(train, args.max_train_samples), _first(evaluation, args.max_eval_samples), public, columns, labels
     )

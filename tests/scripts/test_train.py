@@ -77,3 +77,16 @@ def test_public_file_that_shares_a_record_is_refused(files):
     _write(files / "public.tsv", [(f"{BAD}  number 0", "neg"), ("the plot", "neg")], delimiter="\t")
     with pytest.raises(PrivacyConfigError, match="shares at least one record"):
         train.main([str(files / "config.yaml")])
+
+
+def test_public_records_keep_labels_of_the_same_classes(tmp_path):
+    from raptor_hf.data import DataArguments, load_task
+
+    train, same, other = (tmp_path / f"{name}.csv" for name in ("train", "same", "other"))
+    train.write_text("text,label\na b,good\nc d,bad\n")
+    same.write_text("text,label\ne f,good\ng h,good\n")
+    other.write_text("text,label\ne f,sports\ng h,politics\n")
+    task = load_task(DataArguments(train_file=str(train), public_file=str(same)))
+    assert list(task.public["labels"]) == [task.labels.index("good")] * 2
+    task = load_task(DataArguments(train_file=str(train), public_file=str(other)))
+    assert task.public.column_names == ["text"]
