@@ -81,7 +81,7 @@ def cycle(
             experts = model.config.num_experts if by_owner else None
             stream = Stream(
                 name, parameters, None if engine is None else 1.0, 0.0 if engine is None else 1.0,
-                len(records) / (experts or 1), experts,
+                len(records) / (experts or 1), experts, frozenset(parameters if by_owner else ()),
             )  # fmt: skip
             with context:
                 total = sum_gradients(model, stream, micro_batches(by_owner), gradients)

@@ -43,6 +43,13 @@ class Stream:
     owned: frozenset[str] = field(default=frozenset(), repr=False)
     owned_denominator: float | None = None
 
+    def __post_init__(self) -> None:
+        if (self.num_owners is None) != (not self.owned):
+            raise ValueError(
+                f"The stream `{self.name}` was given owners without owned parameters, or the reverse. Gradients of an "
+                "owner would be added to every expert. Name the parameters that add up by owner in `owned`."
+            )
+
     @property
     def denominators(self) -> dict[str, float]:
         """Parameter -> its public denominator."""
