@@ -1,12 +1,13 @@
-"""The table of families as text: `python -m raptor_hf.moe.table > docs/families.md`."""
+"""The tables of families: `python -m raptor_hf.moe.table > docs/families.md`, and `... readme` for the README."""
 
 from __future__ import annotations
 
+import sys
 import textwrap
 
 from raptor_hf.moe.families import FUSED, HOOKS_ONLY, REFUSED, STRUCTURE, SWITCH
 
-__all__ = ["families_table"]
+__all__ = ["families_table", "readme_table"]
 
 _HEAD = """# Families
 
@@ -78,5 +79,21 @@ def families_table() -> str:
     return text + _KINDS
 
 
+def readme_table() -> str:
+    """Markdown for the README: the supported types by the layers that get LoRA."""
+    by_layers: dict[tuple[str, ...], list[str]] = {}
+    for name, (_, layers) in FUSED.items():
+        by_layers.setdefault(tuple(layers), []).append(name)
+    rows = [("Switch encoder", [SWITCH.model_types[0]], SWITCH.shared_targets)]
+    rows += [("stacked experts", names, layers) for layers, names in by_layers.items()]
+    text = "| experts | `config.model_type` | LoRA of the shared stream, by default |\n|---|---|---|\n"
+    for kind, names, layers in rows:
+        text += f"| {kind} | {', '.join(f'`{n}`' for n in names)} | {', '.join(f'`{layer}`' for layer in layers)} |\n"
+    text += (
+        "| images and text | `deepseek_vl_v2` ([its page](docs/deepseek-vl2.md)) | attention of the language model |\n"
+    )
+    return text + f"| told by structure, and tested | {len(STRUCTURE)} more types | attention |\n"
+
+
 if __name__ == "__main__":
-    print(families_table(), end="")
+    print(readme_table() if sys.argv[1:] == ["readme"] else families_table(), end="")

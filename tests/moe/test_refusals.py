@@ -27,7 +27,7 @@ from raptor_hf.moe import MoEFamily, find_moe_layout, register_moe_layout
 from raptor_hf.moe import layout as layouts
 from raptor_hf.moe.families import FUSED, REFUSED, STRUCTURE, SWITCH
 from raptor_hf.moe.fused import fused_family
-from raptor_hf.moe.table import families_table
+from raptor_hf.moe.table import families_table, readme_table
 from raptor_hf.trainer import RaptorTrainer
 from tests.families import build
 from tests.helpers import tiny_config
@@ -191,6 +191,11 @@ def test_a_registered_family_is_no_longer_refused(monkeypatch):
     assert isinstance(family, MoEFamily)
     with pytest.raises(UnsupportedModelError, match="no sparse layer"):
         find_moe_layout(Bare(AutoConfig.for_model("dbrx")))
+
+
+def test_the_table_in_the_readme_is_the_codes():
+    text = (DOCS.parent / "README.md").read_text(encoding="utf-8")
+    assert text.split("<!-- families: ")[1].split("-->\n")[1].startswith(readme_table() + "\n")
 
 
 def test_the_table_in_the_docs_is_the_codes():
