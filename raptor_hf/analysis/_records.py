@@ -68,10 +68,9 @@ def prepare(model: nn.Module, data: Iterable, data_collator: Collator, batch_siz
         {k: v.to(device) for k, v in raw.items() if k in accepted and isinstance(v, torch.Tensor)}
         for raw in iterate_batches(data, data_collator, batch_size)
     ]
-    missing = [i for i, batch in enumerate(batches) if "labels" not in batch]
-    if not batches or missing:
+    if not batches or any("labels" not in batch for batch in batches):
         raise PrivacyConfigError(
-            "No records were given" if not batches else f"Records without `labels` were given (batch {missing[0]})",
+            "No records were given" if not batches else "Records without `labels` were given",
             "Losses and gradients cannot be measured on them",
             "Pass labelled records; a collator that renames `label` to `labels` will do",
         )

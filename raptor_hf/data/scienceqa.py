@@ -130,8 +130,9 @@ def _from_file(path: Path, image_root: str | Path | None, images: bool) -> Itera
         if name is not None and images:
             picture = root / row["split"] / key / name
             if not picture.is_file():
+                # not the path: it has the number of a problem
                 raise PrivacyConfigError(
-                    f"`{picture}` is missing",
+                    f"`image_root={root}` was given, and the image of at least one question is not in it",
                     "A question about an image would be asked without it",
                     "Set `image_root` to the folder of the images, or leave images out (`images=False`)",
                 )

@@ -363,7 +363,8 @@ def test_no_labels_no_records_no_gradient():
     model = adapted()
     bare = [{k: v for k, v in collate(RECORDS[:2]).items() if k != "labels"}]
     for data in (bare, []):
-        with pytest.raises(PrivacyConfigError, match="cannot be measured"):
+        with pytest.raises(PrivacyConfigError, match="cannot be measured") as refusal:
             suggest.public_sensitivities(model, data, data_collator=collate)
+        assert not any(letter.isdigit() for letter in str(refusal.value))  # they measure private records too
     with pytest.raises(PrivacyConfigError, match="no bound"):
         suggest.suggest_clipping_norms(adapted(expert_capacity=0), RECORDS, data_collator=collate)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from itertools import chain
 
 import datasets
@@ -99,8 +100,11 @@ def test_loading(source, which, images, tmp_path):
 def test_images_in_another_folder(tmp_path):
     path = write(tmp_path)
     (tmp_path / "images").rename(tmp_path / "elsewhere")
-    with pytest.raises(PrivacyConfigError, match="image_root"):
+    with pytest.raises(PrivacyConfigError, match="image_root") as refusal:
         load_scienceqa(problems_file=path)
+    # the path of an image has the number of its question, which is a record
+    told, numbers = str(refusal.value).replace(str(tmp_path), ""), json.loads(path.read_text())
+    assert not [number for number in numbers if re.search(rf"\b{number}\b", told)]
     for options in (dict(image_root=tmp_path / "elsewhere"), dict(images=False), dict(which="text")):
         load_scienceqa(problems_file=path, **options)
 

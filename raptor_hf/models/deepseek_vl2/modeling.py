@@ -162,6 +162,7 @@ class DeepseekVL2ForConditionalGeneration(PreTrainedModel, GenerationMixin):
 
         Raises:
             PrivacyConfigError: a record has another number of placeholders than its crops ask for, or too few views.
+                The message tells neither which record, nor any number of it.
         """
         if (pixel_values is None) != (spatial_crop is None):
             raise PrivacyConfigError(
@@ -170,35 +171,36 @@ class DeepseekVL2ForConditionalGeneration(PreTrainedModel, GenerationMixin):
                 "Pass both, or neither for text alone",
             )
         rows = [[] for _ in marked] if spatial_crop is None else spatial_crop.tolist()
-        seen = len(marked) if pixel_values is None else len(pixel_values)
-        if not len(rows) == seen == len(marked):
+        # no message here has a number: which record it is, how many were drawn and what they hold is private
+        given = {"pixel_values": pixel_values, "spatial_crop": spatial_crop}
+        wrong = [name for name, value in given.items() if value is not None and len(value) != len(marked)]
+        if wrong:
             raise PrivacyConfigError(
-                f"{seen} rows of `pixel_values` and {len(rows)} of `spatial_crop` were given for {len(marked)} records",
+                f"`{wrong[0]}` was given with another number of rows than `input_ids`",
                 "Images would be put into other records than their own",
                 "Pass `pixel_values` (b, V, 3, S, S) and `spatial_crop` (b, I, 2), one row a record",
             )
         found: list[list[tuple[int, int]]] = []
-        for record, (row, count) in enumerate(zip(rows, marked.sum(-1).tolist(), strict=True)):
+        views = 0 if pixel_values is None else pixel_values.shape[1]
+        for row, count in zip(rows, marked.sum(-1).tolist(), strict=True):
             images = [(int(wide), int(high)) for wide, high in row if (wide, high) != (0, 0)]
             if any(wide < 1 or high < 1 for wide, high in images):
                 raise PrivacyConfigError(
-                    f"Record {record} of the batch has the crops {images} in `spatial_crop`",
+                    "A record was given with a crop in `spatial_crop` that has tiles in one direction only, or fewer "
+                    "than none",
                     "An image has at least one tile in each direction; (0, 0) means no image",
                     "Take `spatial_crop` from the processor as it is",
                 )
-            views = 0 if pixel_values is None else pixel_values.shape[1]
-            needed = sum(1 + wide * high for wide, high in images)
-            if needed > views:
+            if sum(1 + wide * high for wide, high in images) > views:
                 raise PrivacyConfigError(
-                    f"Record {record} of the batch has {views} views in `pixel_values` and crops that need {needed}",
+                    "A record was given with fewer views in `pixel_values` than its crops in `spatial_crop` make",
                     "Views of nobody, or of another record, would take their place",
                     "Pad `pixel_values` with zeros to the most views of a record, and cut none",
                 )
-            wanted = sum(self.config.image_tokens(wide, high) for wide, high in images)
-            if wanted != count:
+            if sum(self.config.image_tokens(wide, high) for wide, high in images) != count:
                 raise PrivacyConfigError(
-                    f"Record {record} of the batch has {count} image placeholders in `input_ids`, and its images make "
-                    f"{wanted} tokens",
+                    "A record was given whose image placeholders in `input_ids` are not as many as its images make "
+                    "tokens",
                     "Image tokens put at other positions than their own would shift, also into other records",
                     "Truncate no record inside an image; the number is `config.image_tokens(wide, high)` for each",
                 )

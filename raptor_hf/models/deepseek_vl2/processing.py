@@ -206,7 +206,7 @@ def _per_text(images: Any, texts: int) -> list[list[Any]]:
     elif texts == 1 and not any(isinstance(some, (list, tuple)) for some in listed):
         return [listed]
     raise PrivacyConfigError(
-        f"{len(listed)} images or lists of images were given for {texts} texts",
+        "`images` were given that are not one list for each text",
         "Which image belongs to which record cannot be told",
         "Give one list of images for each text",
     )
