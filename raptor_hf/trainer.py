@@ -17,13 +17,7 @@ from transformers.utils import logging
 import raptor_hf.models  # noqa: F401 (registers what transformers lacks with the Auto classes)
 from raptor_hf.binding import Binding, establish_owners
 from raptor_hf.callbacks import PrivacyBudgetCallback, RaptorProgressCallback
-from raptor_hf.checks import (
-    check_collator,
-    check_dataset,
-    check_model,
-    check_processing_class,
-    check_sizes,
-)
+from raptor_hf.checks import check_collator, check_dataset, check_model, check_processing_class, check_sizes
 from raptor_hf.config import RaptorConfig
 from raptor_hf.distributed import broadcast, check_same, digest, from_main, one_copy, together
 from raptor_hf.errors import PrivacyConfigError
@@ -226,9 +220,14 @@ class RaptorTrainer(RecordsMixin, EvaluationMixin, HubMixin, Trainer):
         return math.ceil(self.args.num_train_epochs * len(self._records) / self.expected_batch_size - 1e-9)
 
     def set_initial_training_values(self, args: Any, dataloader: Any) -> tuple:
-        """As in `Trainer`, with exactly the cycles that were planned: n / B of them an epoch, not rounded each time."""
-        *values, _ = super().set_initial_training_values(args, dataloader)
-        return (*values, self.planned_cycles())
+        """As in `Trainer`, with exactly the planned cycles, n / B an epoch, and B samples for each of their draws."""
+        *values, _, batch, steps_in_epoch, _ = super().set_initial_training_values(args, dataloader)
+        cycles = self.planned_cycles()
+        return (*values, cycles * batch * len(self._method.mechanisms), batch, steps_in_epoch, cycles)
+
+    def get_total_train_batch_size(self, args: Any) -> int:
+        """B, whatever the micro-batch."""
+        return self.expected_batch_size
 
     def _start(self, resume_from: str | bool | None) -> str | None:
         """Plan, ledger, streams and owner map of this training. Returns the checkpoint from which it goes on."""
@@ -396,9 +395,8 @@ class RaptorTrainer(RecordsMixin, EvaluationMixin, HubMixin, Trainer):
         check_same("The trained parameters", lambda: digest(self._trainables()))
         self._in_checkpoint = True
         try:
-            with checkpoint_written_last(
-                self.args, self.state, self._get_output_dir(trial), self.ledger, self._binding
-            ):
+            folder = self._get_output_dir(trial)
+            with checkpoint_written_last(self.args, self.state, folder, self.ledger, self._binding):
                 super()._save_checkpoint(model, trial)
         finally:
             self._in_checkpoint = False

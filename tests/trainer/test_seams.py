@@ -28,6 +28,7 @@ SIGNATURES = {
     "floating_point_ops": ["self", "inputs"],
     "get_train_dataloader": ["self"],
     "set_initial_training_values": ["self", "args", "dataloader"],
+    "get_total_train_batch_size": ["self", "args"],
 }
 # Called, not overridden.
 USED = {

@@ -123,6 +123,23 @@ def test_only_public_quantities_are_logged(tmp_path):
     assert spent == sorted(spent) and spent[0] > 0
 
 
+METHODS = {"raptor": 2, "matched_global": 1, "shared_only": 1}
+
+
+@pytest.mark.parametrize("length", [dict(max_steps=3), dict(max_steps=-1, num_train_epochs=1)], ids=["steps", "epochs"])
+@pytest.mark.parametrize("method", METHODS)
+def test_samples_a_second_are_the_expected_ones(method, length, monkeypatch):
+    """B for each draw of each of three cycles; not the micro-batches, nor the records that were drawn."""
+    monkeypatch.setattr("transformers.trainer.speed_metrics", lambda _, __, num_samples, num_steps: {"n": num_samples})
+    changes = {} if method == "raptor" else dict(expert_noise_multiplier=None)
+    for micro in (2, 8):
+        trainer = make_trainer(24, method=method, per_device_train_batch_size=micro, **length, **changes)
+        assert trainer.train().metrics["n"] == 3 * 8 * METHODS[method]
+    trainer = make_trainer(24, method=method, **length, **changes)
+    fix_draws(trainer, [(range(20), []), ([], [1]), ([], [])])
+    assert trainer.train().metrics["n"] == 3 * 8 * METHODS[method]
+
+
 def test_the_logged_gradient_norm_is_that_of_the_noisy_gradient():
     """Without records there is no gradient: what is logged then can only be noise over the public denominator."""
     trainer = make_trainer(logging_strategy="steps", logging_steps=1)
