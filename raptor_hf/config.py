@@ -294,7 +294,8 @@ _HEAD = """# Fields of `RaptorConfig`
 <!-- Made from the fields of raptor_hf/config.py by `python -m raptor_hf.config`; a test compares. -->
 
 `RaptorConfig` is `TrainingArguments` with these fields of its own. Each is also a key of the YAML file of
-`raptor-hf train` and a flag, `--field value`. The inherited ones are in [arguments.md](arguments.md).
+`raptor-hf train` and a flag, `--field value`; `--field none` unsets a number that the file sets, where unset is the
+default. The inherited ones are in [arguments.md](arguments.md).
 
 | field | type | default | meaning |
 |---|---|---|---|

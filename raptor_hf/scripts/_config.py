@@ -9,9 +9,10 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
+from functools import wraps
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, get_args, get_type_hints
 
 import yaml
 from transformers import HfArgumentParser
@@ -20,6 +21,10 @@ from transformers.hf_argparser import string_to_bool
 from raptor_hf.errors import PrivacyConfigError
 
 __all__ = ["make_parser", "parse_dataclasses"]
+
+# On the command line, the value of a number that is not set. Text keeps these words: `report_to none` means them.
+_UNSET = ("none", "null")
+_EPILOG = "A number without default that the configuration file sets is unset by `--field none` (or `null`)."
 
 
 class _Parser(HfArgumentParser):
@@ -57,13 +62,31 @@ def make_parser(dataclass_types: Sequence[type], *, prog: str) -> HfArgumentPars
         dataclass_types: dataclasses with distinct field names.
         prog: the command as a user types it, e.g. "raptor-hf train".
     """
-    return _Parser(
+    parser = _Parser(
         dataclass_types,
         prog=prog,
         usage=f"{prog} [CONFIG.yaml] [--field value ...]",
+        epilog=_EPILOG,
         # An abbreviation is a typing error that happens to be unique today.
         allow_abbrev=False,
     )
+    actions = _actions(parser)
+    for cls in parser.dataclass_types:
+        for name, hint in get_type_hints(cls).items():
+            kinds = set(get_args(hint))
+            if name in actions and type(None) in kinds and kinds <= {int, float, bool, type(None)}:
+                actions[name].type = _or_unset(actions[name].type)
+    return parser
+
+
+def _or_unset(convert: Any) -> Callable[[str], Any]:
+    """`convert`, that takes the words for an unset value too."""
+
+    @wraps(convert, updated=())
+    def read(text: str) -> Any:
+        return None if text.lower() in _UNSET else convert(text)
+
+    return read
 
 
 def parse_dataclasses(dataclass_types: Sequence[type], argv: Sequence[str], *, prog: str) -> tuple[Any, ...]:
@@ -157,7 +180,7 @@ def _convert_one(name: str, value: Any, action: argparse.Action) -> Any:
     if value is None or not callable(convert):
         return value
     # Some fields take text or a structure (`lr_scheduler_kwargs`): the structure is the dataclass's to check.
-    if isinstance(value, (dict, list)) and convert not in (int, float, string_to_bool):
+    if isinstance(value, (dict, list)) and getattr(convert, "__wrapped__", convert) not in (int, float, string_to_bool):
         return value
     if value is False and action.choices and "no" in action.choices:
         return "no"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Literal
+from typing import Literal, Optional
 
 import pytest
 from transformers import TrainingArguments
@@ -34,6 +34,8 @@ class Run:
     shuffle: bool = True
     verbose: bool = False
     target_epsilon: float | None = None
+    limit: Optional[int] = None  # noqa: UP045 (as TrainingArguments has some)
+    fast: bool | None = None
     note: str | None = None
 
     def __post_init__(self):
@@ -167,6 +169,7 @@ def test_second_file_is_refused(parse):
         ("name: tiny\nsteps: 1.5", "`steps: 1.5`.*cannot be read as int"),
         ("name: tiny\nsteps: true", "`steps: True`.*cannot be read as int"),
         ("name: tiny\nlearning_rate: [0.1]", r"`learning_rate: \[0.1\]`.*cannot be read as float"),
+        ("name: tiny\ntarget_epsilon: [8]", r"`target_epsilon: \[8\]`.*cannot be read as float"),
         ("name: tiny\nshuffle: maybe", "`shuffle: 'maybe'`.*cannot be read as bool"),
         ("name: tiny\nrule: coin", "`rule: 'coin'`.*one of gate, vote"),
         ("name: tiny\ncolour: green", "`colour: 'green'`.*one of red, blue"),
@@ -177,6 +180,28 @@ def test_second_file_is_refused(parse):
 def test_bad_files(parse, text, message):
     with pytest.raises(PrivacyConfigError, match=message):
         parse(text)
+
+
+@pytest.mark.parametrize("word", ["none", "null", "None", "NULL"])
+def test_a_number_of_the_file_is_unset(parse, word):
+    text = "name: tiny\ntarget_epsilon: 8\nlimit: 3\nfast: true"
+    assert parse(text)[1].target_epsilon == 8
+    for join in ("--{}={}", "--{} {}"):
+        flags = [part for name in ("target_epsilon", "limit", "fast") for part in join.format(name, word).split()]
+        run = parse(text, *flags)[1]
+        assert (run.target_epsilon, run.limit, run.fast) == (None, None, None)
+    assert parse(f"name: tiny\ntarget_epsilon: {word}")[1].target_epsilon is None
+
+
+def test_words_for_unset_stay_words_elsewhere(parse):
+    """Of text they are a value, and a number that must be set has no such value."""
+    model, run = parse("name: tiny\nnote: what", "--note", "none", "--targets", "null")
+    assert (run.note, model.targets) == ("none", ["null"])
+    for flag, kind in (("--steps", "int"), ("--learning_rate", "float")):
+        with pytest.raises(PrivacyConfigError, match=f"invalid {kind} value: 'none'"):
+            parse("name: tiny", flag, "none")
+    with pytest.raises(PrivacyConfigError, match="invalid float value: 'nothing'"):
+        parse("name: tiny", "--target_epsilon", "nothing")
 
 
 def test_bad_flag_value(parse):

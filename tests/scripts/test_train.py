@@ -53,6 +53,16 @@ def test_trains_from_files_and_the_command_line_wins(files, capsys):
     assert "epsilon spent" in capsys.readouterr().out
 
 
+def test_noise_in_the_place_of_the_budget_of_the_file(files):
+    """Both would be refused; `none` takes the file's budget away."""
+    noise = ["--shared_noise_multiplier", "2", "--expert_noise_multiplier", "9", "--max_steps", "1"]
+    with pytest.raises(PrivacyConfigError, match="could contradict"):
+        train.main([str(files / "config.yaml"), *noise])
+    assert train.main([str(files / "config.yaml"), *noise, "--target_epsilon", "none"]) == 0
+    statement = json.loads((files / "out" / "privacy.json").read_text())
+    assert statement["target_epsilon"] is None and statement["shared"]["noise_multiplier"] == 2
+
+
 def test_unknown_key_is_an_error(files):
     with (files / "config.yaml").open("a") as handle:
         handle.write("target_epsilonn: 1\n")
