@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Iterator, Mapping
 from typing import Protocol
 
@@ -32,7 +31,9 @@ class RecordGradients(Protocol):
         ...
 
     def weighted_sum(self, factors: torch.Tensor) -> torch.Tensor:
-        """Sum (*shape) of the records' gradients times `factors` (b,), float32 or wider; a factor of zero silences."""
+        """Sum (*shape) of the records' gradients times `factors` (b,), float32 or wider, dense or sparse; a factor of
+        zero silences.
+        """
         ...
 
 
@@ -84,48 +85,82 @@ def clip_factors(
     return torch.where(usable, factors, torch.zeros_like(norms)), norms
 
 
-def _weighted_sums(
-    value: torch.Tensor, factors: torch.Tensor, owner: torch.Tensor | None = None, num_owners: int = 1
-) -> torch.Tensor:
-    """Sums (num_owners, *shape) of the rows of (b, *shape) times `factors`; a factor of zero silences any row.
+def _totals(
+    grads: Mapping[str, torch.Tensor] | Mapping[str, RecordGradients],
+    into: Mapping[str, torch.Tensor] | None,
+    device: torch.device,
+    num_owners: int = 1,
+    owned: Collection[str] = (),
+) -> Mapping[str, torch.Tensor]:
+    """What the sums are added to: zeros, or `into` where it is float64, contiguous and of exactly their shapes."""
+    shapes = {n: (*((num_owners,) if n in owned else ()), *value.shape[1:]) for n, value in grads.items()}
+    if into is None:
+        return {name: torch.zeros(shape, dtype=torch.float64, device=device) for name, shape in shapes.items()}
+    for name, shape in shapes.items():
+        total = into.get(name)
+        if total is None or total.dtype != torch.float64 or total.shape != shape or not total.is_contiguous():
+            found = "missing" if total is None else f"{total.dtype} of shape {tuple(total.shape)}"
+            raise ValueError(
+                f"The total of `{name}`, to which sums of shape {shape} are to be added, is {found}. Where it is "
+                "rounded, or they are repeated to fit, a record moves it by more than its clipping norm. Pass "
+                "contiguous float64 totals of the sums' shapes."
+            )
+    return into
 
-    Products and sums are float64: one record more must not change how the others' contributions are rounded.
+
+def _add_up(
+    grads: Mapping[str, torch.Tensor] | Mapping[str, RecordGradients],
+    factors: torch.Tensor,
+    totals: Mapping[str, torch.Tensor],
+    owner: torch.Tensor | None = None,
+    owned: Collection[str] = (),
+) -> None:
+    """Add the records' gradients times `factors` (b,) to the totals; those in `owned` to their owners' rows of them.
+
+    A factor of zero silences any row. Products and sums are float64: one record more must not change how the others'
+    contributions are rounded.
     """
     factors = factors.double()
     silent = (factors == 0).unsqueeze(1)
     any_silent = bool(silent.any())
-    sums = torch.zeros(num_owners, math.prod(value.shape[1:]), dtype=torch.float64, device=value.device)
-    for at, part in _chunks(value):
-        if any_silent:
-            part.masked_fill_(silent, 0)  # 0 * nan is nan
-        if owner is None:
-            sums[0, at] = factors @ part
-        else:
-            sums[:, at].index_add_(0, owner, part.mul_(factors.unsqueeze(1)))
-    return sums.view(num_owners, *value.shape[1:])
+    for name, value in grads.items():
+        total = totals[name]
+        if not isinstance(value, torch.Tensor):
+            total.add_(value.weighted_sum(factors))
+            continue
+        rows = total.view(len(total), -1) if name in owned and total.numel() else total.view(1, -1)
+        for at, part in _chunks(value):
+            if any_silent:
+                part.masked_fill_(silent, 0)  # 0 * nan is nan
+            if name in owned:
+                rows[:, at].index_add_(0, owner, part.mul_(factors.unsqueeze(1)))
+            else:
+                rows[0, at].addmv_(part.T, factors)
 
 
 def clip_and_sum(
-    grads: Mapping[str, torch.Tensor] | Mapping[str, RecordGradients], max_norm: float
-) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    grads: Mapping[str, torch.Tensor] | Mapping[str, RecordGradients],
+    max_norm: float,
+    *,
+    into: Mapping[str, torch.Tensor] | None = None,
+) -> tuple[Mapping[str, torch.Tensor], torch.Tensor]:
     """sum_i clip(g_i, C) with clip(g, C) = g min(1, C / ||g||_2), one norm over all tensors of a record (Eq. 7).
 
     Args:
         grads: name -> per-sample gradients (b, *shape), any float dtype, or `RecordGradients`. max_norm: C.
+        into: name -> float64 total (*shape) of what was summed before, which is added to in place.
 
     Returns:
-        name -> sum (*shape), float64, and the norms (b,) float64 (private).
+        name -> sum (*shape), float64 (`into` where it was given), and the norms (b,) float64 (private).
 
     Formal guarantees:
         Adding or removing one record changes the sum by at most C in L2 norm. A record with a non-finite gradient
         contributes exactly zero, and so does one whose norm exceeds 8e37 C.
     """
     factors, norms = clip_factors(grads, max_norm)
-    sums = {
-        name: _weighted_sums(g, factors)[0] if isinstance(g, torch.Tensor) else g.weighted_sum(factors)
-        for name, g in grads.items()
-    }
-    return sums, norms
+    totals = _totals(grads, into, factors.device)
+    _add_up(grads, factors, totals)
+    return totals, norms
 
 
 def clip_and_sum_jointly(
@@ -134,11 +169,14 @@ def clip_and_sum_jointly(
     num_owners: int,
     max_norm: float,
     owned: Collection[str],
-) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    *,
+    into: Mapping[str, torch.Tensor] | None = None,
+) -> tuple[Mapping[str, torch.Tensor], torch.Tensor]:
     """One norm over all tensors of a record; those in `owned` add up by owner, the others over all records.
 
     Args:
         grads: name -> (b, *shape). owner: (b,) int64 in [0, num_owners). owned: names of plain tensors.
+        into: as in `clip_and_sum`; (num_owners, *shape) for the owned.
 
     Returns:
         name -> sums, (num_owners, *shape) for the owned and (*shape) for the others, and the norms (b,) (private).
@@ -153,22 +191,16 @@ def clip_and_sum_jointly(
             "`owner` does not name one of the owners for every record. A record without one would be lost, or counted "
             f"for others. Pass {len(factors)} indices in [0, {num_owners})."
         )
-    sums = {}
-    for name, g in grads.items():
-        if not isinstance(g, torch.Tensor):
-            if name in owned:
-                raise TypeError(f"`{name}` is not formed, and cannot be added up by owner. This is a bug.")
-            sums[name] = g.weighted_sum(factors)
-        elif name in owned:
-            sums[name] = _weighted_sums(g, factors, owner, num_owners)
-        else:
-            sums[name] = _weighted_sums(g, factors)[0]
-    return sums, norms
+    if unformed := [n for n, g in grads.items() if n in owned and not isinstance(g, torch.Tensor)]:
+        raise TypeError(f"`{unformed[0]}` is not formed, and cannot be added up by owner. This is a bug.")
+    totals = _totals(grads, into, factors.device, num_owners, owned)
+    _add_up(grads, factors, totals, owner, owned)
+    return totals, norms
 
 
 def clip_and_sum_by_owner(
     grads: Mapping[str, torch.Tensor], owner: torch.Tensor, num_owners: int, max_norm: float
-) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+) -> tuple[Mapping[str, torch.Tensor], torch.Tensor]:
     """For every owner e: sum over the records of e of clip(g_i, C) (the sum of Eqs. 8 and 9).
 
     Args:

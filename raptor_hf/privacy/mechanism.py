@@ -69,11 +69,9 @@ class ClippedSum:
                     "gradient of the whole tensor a record."
                 )
         if owner is None:
-            sums, _ = clip_and_sum(grads, self.sensitivity)
+            clip_and_sum(grads, self.sensitivity, into=self.sums)
         else:
-            sums, _ = clip_and_sum_jointly(grads, owner, self.num_owners or 0, self.sensitivity, self.owned)
-        for name, value in sums.items():
-            self.sums[name].add_(value)
+            clip_and_sum_jointly(grads, owner, self.num_owners or 0, self.sensitivity, self.owned, into=self.sums)
 
     def reduce(self, all_reduce: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Sum over processes; `all_reduce` maps a tensor to its sum over all of them."""
