@@ -1,4 +1,12 @@
-"""Empirical privacy: membership attacks, and lower bounds on epsilon. Everything it finds is private."""
+"""Empirical privacy: membership attacks, and lower bounds on epsilon. Everything it finds is private.
+
+What needs the trainer is imported on first use, so that the command line starts at once.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
 
 from raptor_hf.audit.attacks import calibrated_loss_attack, loss_attack, rmia_attack
 from raptor_hf.audit.bounds import (
@@ -23,17 +31,36 @@ from raptor_hf.audit.roc import (
 )
 from raptor_hf.audit.scores import RecordScores, record_scores
 
+if TYPE_CHECKING:
+    from raptor_hf.audit.canaries import Canaries, CanaryTrainer, Observer, draw_canaries
+    from raptor_hf.audit.verdict import CanaryResult, bound_run
+
+_WITH_TRAINER = {
+    "Canaries": "canaries",
+    "CanaryResult": "verdict",
+    "CanaryTrainer": "canaries",
+    "Observer": "canaries",
+    "bound_run": "verdict",
+    "draw_canaries": "canaries",
+}
+
 __all__ = [
     "AttackSummary",
+    "Canaries",
+    "CanaryResult",
+    "CanaryTrainer",
     "EpsilonBound",
+    "Observer",
     "OneRunAudit",
     "OperatingPoint",
     "RecordScores",
     "Roc",
     "auc",
     "auc_interval",
+    "bound_run",
     "calibrated_loss_attack",
     "clopper_pearson",
+    "draw_canaries",
     "epsilon_from_mu",
     "epsilon_lower_bound",
     "guess_membership",
@@ -52,3 +79,11 @@ __all__ = [
     "summarise_attack",
     "tpr_at_fpr",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _WITH_TRAINER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{_WITH_TRAINER[name]}"), name)
+    globals()[name] = value
+    return value

@@ -24,14 +24,16 @@ EMPTY = 1
 def observed_run(canaries: int = 200, lone: int = 8, directions: str = "random", **changes):
     """One run with the coins of the operating system; expert `EMPTY` has canaries and no real record.
 
-    By default it claims an epsilon of about 2: small enough that 200 canaries can refute it.
+    By default it claims an epsilon of about 2: small enough that 200 canaries can refute it. The clipping norms are not
+    1, and not the same, so that noise or denominators without them, or with the other's, are seen.
     """
     real = [row for row, owner in zip(REAL, REAL_OWNERS, strict=True) if owner != EMPTY]
     busy = [owner for owner in REAL_OWNERS if owner != EMPTY]
     drawn = draw_canaries(CANDIDATES, CANDIDATE_OWNERS, busy, canaries, lone=lone)
     settings = dict(
         expected_batch_size=60, per_device_train_batch_size=64, max_steps=16, learning_rate=0.05, lora_rank=4,
-        shared_noise_multiplier=2.5, expert_noise_multiplier=6.0, target_delta=1e-5,
+        shared_noise_multiplier=2.5, expert_noise_multiplier=6.0, target_delta=1e-5, shared_max_grad_norm=1.5,
+        expert_max_grad_norm=2.0,
     )  # fmt: skip
     trainer = CanaryTrainer(
         tiny_model(), make_config(**{**settings, **changes}), canaries=drawn, directions=directions,

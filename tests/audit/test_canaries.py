@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 import torch
@@ -20,6 +23,19 @@ from tests.trainer.build import assert_refused, make_config
 from tests.trainer.mutations import broken_by
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+
+
+def test_the_public_names_and_that_they_load_the_trainer_on_first_use():
+    import raptor_hf.audit as public
+
+    assert public.CanaryTrainer is CanaryTrainer and public.Observer is Observer
+    assert public.draw_canaries is draw_canaries
+    assert public.CanaryResult is CanaryResult and public.bound_run is bound_run
+    assert all(hasattr(public, name) for name in public.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'Canary'"):
+        _ = public.Canary
+    code = "import raptor_hf.audit, sys; assert 'raptor_hf.trainer' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 # ---- Directions ----
@@ -199,6 +215,18 @@ def test_a_trainer_with_too_little_noise_is_caught():
         found = bound_run(canary_run(), 0.95)
     assert found["exceeded"] and not found["holds"]
     assert all(row["noise_tail"] < 1e-6 for row in found["measured"])
+
+
+def test_noise_without_the_clipping_norm_is_measured():
+    """Its standard deviation is sigma, and sigma C is stated."""
+    with broken_by("Noise without the clipping norm in its scale"):
+        result, trainer, _ = observed_run()
+    found = bound_run(result, 0.95)
+    assert not found["holds"] and "too little noise" in found["verdict"]
+    measured = {row["name"]: row for row in found["measured"]}
+    for stream, norm in (("shared", trainer.args.shared_max_grad_norm), ("expert", trainer.args.expert_max_grad_norm)):
+        assert measured[stream]["noise_tail"] < 1e-6 and norm > 1
+        assert measured[stream]["noise"] == pytest.approx(1 / norm, rel=0.15)
 
 
 def test_what_is_observed_has_the_stated_noise_and_rate():
