@@ -38,11 +38,16 @@ class RecordGradients(Protocol):
 
 
 def _chunks(value: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
-    """(b, *shape) -> slices of the d columns of (b, d), and those columns in float64, in a buffer used again."""
+    """(b, *shape) -> slices of the d columns of (b, d), and a copy of those columns in float64, which may be written to
+    until the next.
+    """
     flat = value.flatten(1) if value.dim() > 1 else value.unsqueeze(1)
     columns = flat.shape[1]
     step = max(1, (_CHUNK if value.device.type == "cpu" else _GPU_CHUNK) // max(1, len(flat)))
-    buffer = torch.empty(len(flat), min(step, columns), dtype=torch.float64, device=value.device)
+    if columns <= step:
+        yield slice(0, columns), flat.to(torch.float64, copy=True)
+        return
+    buffer = torch.empty(len(flat), step, dtype=torch.float64, device=value.device)
     for start in range(0, columns, step):
         at = slice(start, min(start + step, columns))
         yield at, buffer[:, : at.stop - at.start].copy_(flat[:, at])
