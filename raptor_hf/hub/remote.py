@@ -82,7 +82,9 @@ def hub_errors(repo_id: str, doing: str) -> Iterator[None]:
         ) from problem
     except LocalEntryNotFoundError as problem:
         raise ReleaseError(
-            f"{doing} `{repo_id}` failed", "The Hub cannot be reached and the cache has no copy", "Try again later"
+            f"{doing} `{repo_id}` failed",
+            "It is no folder here, and as a repository of the Hub it cannot be reached and is not in the cache",
+            "Check the path of a folder, or try again with a connection",
         ) from problem
     except OfflineModeIsEnabled as problem:
         raise ReleaseError(

@@ -95,6 +95,8 @@ def _judge(root: Path, path: Path, names: tuple[str, ...]) -> Leak:
         "none": "Nothing: `export_release` takes it along",
         "low": "Leave it out, or look at it first",
     }.get(severity, "Never upload it; `export_release` leaves it out")
+    if inside and name in contents.ALLOWED:
+        instead = "Do not upload it as it is; `export_release` writes it without that, or stops"
     return Leak(name, severity, what, instead)
 
 

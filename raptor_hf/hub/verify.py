@@ -110,6 +110,15 @@ def verify_release(
 
 def verify_snapshot(snapshot: Snapshot, *, accountants: bool = True) -> VerificationReport:
     """`verify_release` for what has been read already."""
+    if snapshot.revision is None and contents.STATE in snapshot.names and MANIFEST not in snapshot.names:
+        # the advice for a release with foreign files, to delete them, would lose what the run needs to go on
+        finding = error(
+            f"`{snapshot.source}` is what a training saved, and no release",
+            "It holds private files that a resumed run needs, and is never published as it is",
+            "Delete nothing: make a release by `export_release(folder, target)`, and verify that",
+        )
+        hashes = {name: contents.sha256(data) for name, data in sorted(snapshot.files.items())}
+        return VerificationReport(snapshot.source, None, (finding,), None, files=hashes)
     names = set(snapshot.names) - contents.HUB_FILES
     files = {**dict.fromkeys(names, b""), **snapshot.files}
     manifest, findings = _manifest(snapshot.files)

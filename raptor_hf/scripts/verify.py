@@ -7,6 +7,7 @@ cannot be read. For private repositories log in first (`hf auth login`) or set `
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -34,11 +35,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     report = verify_release(args.release, revision=args.revision, history=args.history)
     print(report.to_json()) if args.json else _print(report)
     spent = report.statement.epsilon_spent if report.statement is not None else None
+    if not report.ok:
+        return 1
     if (args.require_private or args.max_epsilon is not None) and not report.private:
+        print("NOT PRIVATE, and a guarantee was asked for", file=sys.stderr)
         return 1
     if args.max_epsilon is not None and (spent is None or spent > args.max_epsilon):
+        print(f"TOO LITTLE PRIVACY: epsilon {spent} was spent, more than {args.max_epsilon:g}", file=sys.stderr)
         return 1
-    return 0 if report.ok else 1
+    return 0
 
 
 def _print(report: Any) -> None:

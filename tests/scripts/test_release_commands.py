@@ -6,9 +6,10 @@ import json
 
 import pytest
 
-from raptor_hf import export_release
+from raptor_hf import ReleaseError, export_release, load_release, verify_release
 from raptor_hf.cli import main
 from raptor_hf.hub import scrub_check
+from raptor_hf.hub.contents import ALLOWED
 from tests.hub.build import BASE, copy, edit_json, trained
 
 
@@ -35,8 +36,21 @@ def test_verify_a_true_release(release, capsys):
 
 def test_verify_above_the_epsilon_asked_for(release, capsys):
     assert main(["verify", str(release), "--json", "--max-epsilon", "1.4"]) == 1
-    values = json.loads(capsys.readouterr().out)
+    printed = capsys.readouterr()
+    values = json.loads(printed.out)
     assert values["ok"] and values["private"] and 1.4 < values["epsilon_claimed"] < 1.5
+    assert "TOO LITTLE PRIVACY" in printed.err and "1.4" in printed.err
+
+
+def test_verify_a_training_folder(trainer, capsys):
+    """Nobody is told to delete what a resumed run needs."""
+    folder = trainer.args.output_dir
+    assert main(["verify", folder]) == 1
+    text = " ".join(capsys.readouterr().out.split())
+    assert "no release" in text and "Delete nothing" in text and "NOT VERIFIED: 1 error(s)" in text
+    assert not verify_release(folder).ok
+    with pytest.raises(ReleaseError, match="no release"):
+        load_release(folder)
 
 
 def test_verify_a_tampered_release(release, tmp_path, capsys):
@@ -63,6 +77,7 @@ def test_verify_a_run_that_is_not_private(tmp_path, capsys):
     assert main(["verify", str(folder)]) == 0
     assert "verified, and NOT PRIVATE" in capsys.readouterr().out
     assert main(["verify", str(folder), "--require-private"]) == 1
+    assert "a guarantee was asked for" in capsys.readouterr().err
     assert main(["verify", str(folder), "--max-epsilon", "100"]) == 1
 
 
@@ -113,6 +128,7 @@ def test_scrub_check_of_one_file(tmp_path, name, data, severity, words):
     path.write_bytes(data)
     (leak,) = scrub_check(tmp_path)
     assert (leak.path, leak.severity) == (name, severity) and words in leak.what
+    assert ("leaves it out" in leak.instead) == (severity != "low" and name not in ALLOWED)
 
 
 def test_scrub_check_of_nothing(tmp_path, capsys):
