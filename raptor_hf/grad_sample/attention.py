@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
 
-from raptor_hf.moe.experts import fold, no_autocast, unfold
+from raptor_hf.moe.folding import FoldedFunction, OnceDifferentiable, no_autocast
 
 __all__ = ["FOLDED", "vmappable_attention"]
 
@@ -30,7 +30,7 @@ def _answer(value: bool, *_args: object, **_kwargs: object) -> bool:
     return value
 
 
-class _Fused(torch.autograd.Function):
+class _Fused(FoldedFunction):
     """softmax(s q k^T + mask) v for q, k, v (R, heads, T, d) and a mask (R, 1 or heads, T, T), boolean or additive."""
 
     @staticmethod
@@ -47,13 +47,8 @@ class _Fused(torch.autograd.Function):
     def backward(ctx, grad):
         return *_FusedBackward.apply(grad, *ctx.saved_tensors, ctx.scale), None, None
 
-    @staticmethod
-    def vmap(info, in_dims, *args):
-        folded = [fold(value, dim, info.batch_size) for value, dim in zip(args, in_dims, strict=True)]
-        return unfold(_Fused.apply(*folded), info.batch_size), 0
 
-
-class _FusedBackward(torch.autograd.Function):
+class _FusedBackward(OnceDifferentiable):
     """The kernel once more, and its own backward pass: which of the kernels ran is the platform's business."""
 
     @staticmethod
@@ -63,19 +58,6 @@ class _FusedBackward(torch.autograd.Function):
             leaves = [value.detach().requires_grad_() for value in (q, k, v)]
             out = F.scaled_dot_product_attention(*leaves, attn_mask=mask, scale=scale)
             return torch.autograd.grad(out, leaves, grad)
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        ctx.mark_non_differentiable(*output)
-
-    @staticmethod
-    def backward(ctx, *grads):
-        raise RuntimeError("Fused attention is differentiable once; second derivatives are not defined.")
-
-    @staticmethod
-    def vmap(info, in_dims, *args):
-        folded = [fold(value, dim, info.batch_size) for value, dim in zip(args, in_dims, strict=True)]
-        return tuple(unfold(value, info.batch_size) for value in _FusedBackward.apply(*folded)), (0, 0, 0)
 
 
 def folded_attention(

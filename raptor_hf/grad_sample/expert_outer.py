@@ -8,7 +8,7 @@ from functools import partial
 import torch
 
 from raptor_hf.grad_sample.outer import OuterProducts
-from raptor_hf.moe.experts import PairParts
+from raptor_hf.moe.pair_gradients import PairParts
 from raptor_hf.moe.pairs import PairRecords, RecordGroups
 
 __all__ = ["ExpertOuterProducts", "NotedPairs"]

@@ -24,8 +24,9 @@ from raptor_hf.grad_sample.outer import OuterProducts, cheap_to_form, outer_prod
 from raptor_hf.grad_sample.owners import adapted_blocks, protected_block
 from raptor_hf.grad_sample.record_losses import record_losses
 from raptor_hf.moe.block import kernel_mode
-from raptor_hf.moe.experts import AllAdapters, OwnerAdapters, PairParts
+from raptor_hf.moe.experts import AllAdapters, OwnerAdapters
 from raptor_hf.moe.lora import LoraLinear
+from raptor_hf.moe.pair_gradients import PairParts
 from raptor_hf.moe.pairs import PairRecords, Spans
 from raptor_hf.privacy.clipping import RecordGradients
 

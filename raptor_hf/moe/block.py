@@ -17,7 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from raptor_hf.moe.experts import AllAdapters, ExpertStack, OwnerAdapters, StackedLora, routed_experts
+from raptor_hf.moe.experts import AllAdapters, OwnerAdapters, routed_experts
+from raptor_hf.moe.grouped import runs_grouped
+from raptor_hf.moe.stack import ExpertStack, StackedLora
 
 __all__ = ["SparseBlock", "SwitchSparseBlock", "kernel_mode", "sparse_blocks"]
 
@@ -79,13 +81,24 @@ class SparseBlock(nn.Module):
             for kind in ("lora_A", "lora_B")
         }
 
+    def stacked_weights(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """`weights` as two tensors (E, P, H) and (E, H, F), where they are that already; nothing is copied."""
+        return None
+
+    @property
+    def experts_implementation(self) -> str | None:
+        """What transformers' setting of that name is for these experts; None where it has no say."""
+        return None
+
     def stack(self) -> ExpertStack:
-        first, second = self.weights()
-        if self.expert_adapters is None or not self.adapters_enabled:
-            return ExpertStack(first, second, self.activation, biases=self.biases())
-        one, two = (self.expert_adapters[name] for name in PROJECTIONS)
-        adapters = ((one.lora_A, one.lora_B), (two.lora_A, two.lora_B))
-        return ExpertStack(first, second, self.activation, adapters, one.scaling, self.biases())
+        stacked, adapters, scaling = self.stacked_weights(), None, 1.0
+        first, second = stacked or self.weights()
+        if self.expert_adapters is not None and self.adapters_enabled:
+            one, two = (self.expert_adapters[name] for name in PROJECTIONS)
+            adapters, scaling = ((one.lora_A, one.lora_B), (two.lora_A, two.lora_B)), one.scaling
+        operands = None if stacked is None else (*stacked, *(t for pair in adapters or () for t in pair))
+        grouped = runs_grouped(operands, self.experts_implementation)
+        return ExpertStack(first, second, self.activation, adapters, scaling, self.biases(), grouped)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         index, gate = self.route(hidden)

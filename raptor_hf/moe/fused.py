@@ -51,11 +51,16 @@ class FusedSparseBlock(SparseBlock):
         return out.view_as(hidden)
 
     def weights(self) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
-        # views: nothing is copied
-        first, second = (getattr(self.experts, name) for name in parameter_names(self.experts))
-        if self.experts.is_transposed:
-            first, second = first.mT, second.mT
+        first, second = self.stacked_weights()
         return first.unbind(0), second.unbind(0)
+
+    def stacked_weights(self) -> tuple[torch.Tensor, torch.Tensor]:
+        first, second = (getattr(self.experts, name) for name in parameter_names(self.experts))
+        return (first.mT, second.mT) if self.experts.is_transposed else (first, second)
+
+    @property
+    def experts_implementation(self) -> str | None:
+        return getattr(getattr(self.experts, "config", None), "_experts_implementation", None)
 
     def biases(self) -> tuple[torch.Tensor, torch.Tensor] | None:
         if not self.experts.has_bias:

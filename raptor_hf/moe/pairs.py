@@ -5,25 +5,106 @@ Shapes: R records, T tokens, K experts a token, U pairs that have an expert, N p
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import torch
 
-__all__ = ["PairRecords", "RecordGroups", "Spans", "by_expert", "each", "spans_of"]
+from raptor_hf.moe.grouped import Group
+
+__all__ = ["PairRecords", "Piece", "RecordGroups", "SortedPairs", "Spans", "each"]
 
 Spans = list[tuple[int, int, int]]
 """(expert, start, end) of every expert that has a pair, in the order of the pairs."""
 
 
-def by_expert(index: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, Spans]:
+@dataclass(frozen=True)
+class Piece:
+    """Some pairs that are computed together: all of one expert, or of several.
+
+    Attributes:
+        rows: their places among the sorted pairs. group: their expert, or which rows are whose.
+        kept: (n, 1), False for a pair without an expert; None: all have one.
+    """
+
+    rows: slice
+    group: int | Group
+    kept: torch.Tensor | None = None
+
+    def clean(self, value: torch.Tensor) -> torch.Tensor:
+        """`value` (n, d), zero for pairs without an expert. In place."""
+        return value if self.kept is None else value.masked_fill_(~self.kept, 0)
+
+
+class SortedPairs:
     """The pairs of `index` (R, T, K) in the order of their experts; within an expert, in the order of the records.
 
-    Returns: `order` (U,), flat positions of the U pairs that have an expert; `spans`, (expert, start, end) in `order`.
+    Args:
+        index: in [0, E], E for none. grouped: do not ask the device how many pairs each expert has: then those without
+            an expert are not left out but come last.
+
+    Attributes:
+        order: (U,) int64, flat positions of the pairs. experts: (U,) int64.
     """
-    flat = index.reshape(-1)
-    order = torch.argsort(flat, stable=True)
-    counts = torch.bincount(flat, minlength=num_experts + 1).tolist()[:num_experts]
-    return order[: sum(counts)], spans_of(counts)
+
+    def __init__(self, index: torch.Tensor, num_experts: int, grouped: bool):
+        flat = index.reshape(-1)
+        self.num_experts, self.grouped = num_experts, grouped
+        self.order = torch.argsort(flat, stable=True)
+        self._spans: Spans | None = None
+        if not grouped:
+            counts = torch.bincount(flat, minlength=num_experts + 1).tolist()[:num_experts]
+            self._spans = spans_of(counts)
+            self.order = self.order[: sum(counts)]
+        self.experts = flat[self.order]
+
+    def __len__(self) -> int:
+        return len(self.order)
+
+    @property
+    def spans(self) -> Spans:
+        """(expert, start, end); where pairs are grouped, the device is asked."""
+        if self._spans is None:
+            counts = torch.bincount(self.experts, minlength=self.num_experts + 1).tolist()
+            self._spans = spans_of(counts[: self.num_experts])
+        return self._spans
+
+    def only(self, wanted: torch.Tensor, most: int) -> tuple[SortedPairs, torch.Tensor]:
+        """The pairs for which `wanted` (U,) holds, `most` at most, and their places (V,) among these."""
+        chosen = copy.copy(self)
+        if self.grouped:
+            # the others come last, and count as pairs without an expert
+            places = torch.argsort(~wanted, stable=True)[:most]
+            chosen.experts = torch.where(wanted, self.experts, self.num_experts)[places]
+            chosen._spans = None
+        else:
+            places = wanted.nonzero().squeeze(-1)
+            chosen.experts = self.experts[places]
+            chosen._spans = spans_of(torch.bincount(chosen.experts, minlength=self.num_experts).tolist())
+        chosen.order = self.order[places]
+        return chosen, places
+
+    def pieces(self, most: int) -> Iterator[Piece]:
+        """The pairs in pieces of `most` rows at most."""
+        if not self.grouped:
+            for expert, start, end in self.spans:
+                for rows in _split(start, end, most):
+                    yield Piece(rows, expert)
+            return
+        ends = torch.searchsorted(self.experts, torch.arange(self.num_experts, device=self.experts.device), right=True)
+        for rows in _split(0, len(self), most):
+            count = rows.stop - rows.start
+            experts = self.experts[rows]
+            group = Group((ends - rows.start).clamp(0, count).int(), experts.clamp(max=self.num_experts - 1))
+            yield Piece(rows, group, (experts < self.num_experts).unsqueeze(-1))
+
+
+def _split(start: int, end: int, most: int) -> Iterator[slice]:
+    """Parts of equal size, `most` at most."""
+    parts = -(-(end - start) // most)
+    for i in range(parts):
+        yield slice(start + (end - start) * i // parts, start + (end - start) * (i + 1) // parts)
 
 
 def spans_of(counts: list[int]) -> Spans:
