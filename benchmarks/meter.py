@@ -45,7 +45,8 @@ __all__ = [
 Samples = dict[str, dict[str, list[float]]]
 """Key of a variant -> {"seconds": [..], "peak": [MB, ..]}, one entry a repeat."""
 
-_STEADY = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+# From a page up: smaller tensors would come from what the process already holds, and not be seen.
+_STEADY = {"MALLOC_MMAP_THRESHOLD_": "4096", "MALLOC_TRIM_THRESHOLD_": "4096"}
 
 
 def _resident(key: str) -> float:

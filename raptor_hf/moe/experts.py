@@ -23,10 +23,12 @@ from raptor_hf.moe.stack import ExpertStack
 __all__ = ["AllAdapters", "OwnerAdapters", "routed_experts"]
 
 # Bytes of the widest rows that are computed together. On a CPU: enough for a fast product, few enough that the
-# temporaries are small beside a layer's activations, however many tokens one expert gets.
+# temporaries are small beside a layer's activations, however many tokens one expert gets. A pass back needs more
+# temporaries, at a time when all activations are held.
 _PIECE = {"cpu": 2**22, "cuda": 2**28}
+_PIECE_BACK = {"cpu": 2**21, "cuda": 2**28}
 # And of those that pass through the activation together: what a core's cache holds.
-_BLOCK = {"cpu": 2**19, "cuda": 2**28}
+_BLOCK = {"cpu": 2**17, "cuda": 2**28}
 
 
 @dataclass(frozen=True)
@@ -94,10 +96,12 @@ class _Forward(FoldedFunction):
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        *tensors, ctx.stack, ctx.note = inputs
+        x, *tensors, ctx.stack, ctx.note = inputs
         _, pre = output
         ctx.mark_non_differentiable(pre)
-        ctx.save_for_backward(*tensors, pre)
+        ctx.set_materialize_grads(False)  # or zeros would be made for `pre`
+        # only the adapters' gradients need the inputs
+        ctx.save_for_backward(None if tensors[3] is None else x, *tensors, pre)
 
     @staticmethod
     def backward(ctx, grad_y, _pre):
@@ -130,11 +134,11 @@ class _Backward(OnceDifferentiable):
             pre = pre[places]
         rows, gates = pairs.order // top_k, gate.reshape(-1)[pairs.order].unsqueeze(-1)
         by_y = grad_y.reshape(-1, grad_y.shape[-1])
-        empty = x.new_zeros(records, 0)
-        grad_x = torch.zeros_like(x).reshape(-1, x.shape[-1]) if want_x else empty
+        empty = pre.new_zeros(records, 0)
+        grad_x = by_y.new_zeros(by_y.shape) if want_x else empty
         grad_gate = torch.zeros_like(gate).reshape(-1) if want_gate else empty
         kept = PairGradients(stack, x, owner, pairs, rows) if want_adapters else None
-        for piece in pairs.pieces(_rows(_PIECE, pre[:1])):
+        for piece in pairs.pieces(_rows(_PIECE_BACK, pre[:1])):
             own = piece.rows
             grad_out = by_y[rows[own]].to(pre.dtype)
             grad_act = stack.project_transposed(1, piece.group, grad_out)
@@ -150,7 +154,7 @@ class _Backward(OnceDifferentiable):
             if kept is not None:
                 kept.keep(own, act, grad_pre, grad_out.mul_(gates[own]))
         adapters = kept.gradients((a1, b1, a2, b2), note) if kept is not None else [empty] * 4
-        grad_x = grad_x.view(x.shape) if want_x else grad_x
+        grad_x = grad_x.view(grad_y.shape) if want_x else grad_x
         grad_gate = grad_gate.view(gate.shape) if want_gate else grad_gate
         return grad_x, grad_gate, *adapters
 
