@@ -53,6 +53,8 @@ def _classifier(
         "config_class": config,
         # the loss is per record and never divided by a count of the whole batch
         "accepts_loss_kwargs": False,
+        # transformers reads the class's own file for the answer, and the experts are in the family's
+        "_can_set_experts_implementation": classmethod(lambda _cls: pretrained._can_set_experts_implementation()),
     }
     made = type(name, (GenericForSequenceClassification, pretrained), body)
     # exist_ok: without it, registering a class of one's own on a native config is silently ignored

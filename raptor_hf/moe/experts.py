@@ -61,7 +61,7 @@ class AllAdapters:
 
 def _rows(limits: dict[str, int], row: torch.Tensor) -> int:
     """How many rows like `row` (d,) are taken at a time."""
-    return max(1, limits.get(row.device.type, limits["cuda"]) // max(1, row.nbytes))
+    return max(1, limits["cpu" if row.device.type == "cpu" else "cuda"] // max(1, row.nbytes))
 
 
 def _add(total: torch.Tensor, rows: torch.Tensor, value: torch.Tensor, unique: bool) -> None:
@@ -90,7 +90,7 @@ class _Forward(FoldedFunction):
         for piece in pairs.pieces(_rows(_PIECE, pre[:1])):
             own = piece.rows
             act = stack.activation(stack.project(0, piece.group, flat[rows[own]], pre[own]))
-            value = stack.project(1, piece.group, act, torch.empty_like(flat[: len(act)]))
+            value = stack.project(1, piece.group, act, flat.new_empty(len(act), flat.shape[1]))
             _add(y, rows[own], piece.clean(value.mul_(gates[own])), top_k == 1)
         return y.view(x.shape), pre.view(records, tokens, top_k, -1)
 
