@@ -119,8 +119,9 @@ class SparseBlock(nn.Module):
                 continue
             chosen = (pairs == expert).nonzero().squeeze(-1)
             rows = chosen // top_k
-            act = self.activation(stack.project(0, expert, flat[rows]))
-            value = stack.project(1, expert, act) * gates[chosen].unsqueeze(-1)
+            group = [(expert, 0, len(rows))]
+            act = self.activation(stack.project(0, group, flat[rows]))
+            value = stack.project(1, group, act) * gates[chosen].unsqueeze(-1)
             out = out.index_add(0, rows, value.to(out.dtype))
         return out.view_as(hidden)
 

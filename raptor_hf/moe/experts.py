@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from raptor_hf.moe.folding import FoldedFunction, OnceDifferentiable, no_autocast
+from raptor_hf.moe.grouped import Group
 from raptor_hf.moe.pair_gradients import PairGradients, PairParts
 from raptor_hf.moe.pairs import Piece, SortedPairs, Spans
 from raptor_hf.moe.stack import ExpertStack
@@ -160,8 +161,10 @@ class _Backward(OnceDifferentiable):
 
 
 def _of(piece: Piece, biases: torch.Tensor) -> torch.Tensor:
-    """(1, d), or (n, d): the biases (E, d) of the piece's experts."""
-    return biases[piece.group].unsqueeze(0) if isinstance(piece.group, int) else biases[piece.group.experts]
+    """(n, d): the biases (E, d) of every pair's expert."""
+    if isinstance(piece.group, Group):
+        return biases[piece.group.experts]
+    return torch.cat([biases[expert].expand(end - start, -1) for expert, start, end in piece.group])
 
 
 def _through_activation(

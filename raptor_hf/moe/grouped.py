@@ -25,7 +25,7 @@ import torch.nn.functional as F
 
 from raptor_hf.validate import one_of
 
-__all__ = ["Group", "experts_backend", "grouped_mm", "obstacle", "runs_grouped"]
+__all__ = ["Group", "Spans", "experts_backend", "grouped_mm", "obstacle", "runs_grouped"]
 
 BACKENDS = ("auto", "loop", "grouped_mm")
 # The kernel's own types, and the alignment of its operands.
@@ -33,6 +33,10 @@ _DTYPES, _BYTES = (torch.float32, torch.bfloat16, torch.float16), 16
 _CAPABILITY = (8, 0)
 
 _FORCED: ContextVar[str] = ContextVar("raptor_experts_backend", default="auto")
+
+
+Spans = list[tuple[int, int, int]]
+"""(expert, start, end) of every expert that has rows, in their order."""
 
 
 @dataclass(frozen=True)
@@ -61,10 +65,9 @@ def experts_backend(name: str) -> Iterator[None]:
         _FORCED.reset(token)
 
 
-def grouped_mm(x: torch.Tensor, weights: torch.Tensor, group: Group, out: torch.Tensor | None = None) -> torch.Tensor:
+def grouped_mm(x: torch.Tensor, weights: torch.Tensor, group: Group) -> torch.Tensor:
     """x (N, in), weights (E, in, out) -> (N, out), each row by its expert's matrix; rows of no expert are arbitrary."""
-    value = F.grouped_mm(x, weights, offs=group.ends)
-    return value if out is None else out.copy_(value)
+    return F.grouped_mm(x, weights, offs=group.ends)
 
 
 def obstacle(operands: Iterable[torch.Tensor]) -> str | None:

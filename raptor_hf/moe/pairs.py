@@ -11,25 +11,22 @@ from dataclasses import dataclass
 
 import torch
 
-from raptor_hf.moe.grouped import Group
+from raptor_hf.moe.grouped import Group, Spans
 
 __all__ = ["PairRecords", "Piece", "RecordGroups", "SortedPairs", "Spans", "each"]
-
-Spans = list[tuple[int, int, int]]
-"""(expert, start, end) of every expert that has a pair, in the order of the pairs."""
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Some pairs that are computed together: all of one expert, or of several.
+    """Some pairs that are computed together, of one expert or of several.
 
     Attributes:
-        rows: their places among the sorted pairs. group: their expert, or which rows are whose.
+        rows: their places among the sorted pairs. group: which of these rows are whose.
         kept: (n, 1), False for a pair without an expert; None: all have one.
     """
 
     rows: slice
-    group: int | Group
+    group: Spans | Group
     kept: torch.Tensor | None = None
 
     def clean(self, value: torch.Tensor) -> torch.Tensor:
@@ -88,9 +85,9 @@ class SortedPairs:
     def pieces(self, most: int) -> Iterator[Piece]:
         """The pairs in pieces of `most` rows at most."""
         if not self.grouped:
-            for expert, start, end in self.spans:
-                for rows in _split(start, end, most):
-                    yield Piece(rows, expert)
+            for part in _packed(self.spans, most):
+                start, end = part[0][1], part[-1][2]
+                yield Piece(slice(start, end), [(expert, s - start, e - start) for expert, s, e in part])
             return
         ends = torch.searchsorted(self.experts, torch.arange(self.num_experts, device=self.experts.device), right=True)
         for rows in _split(0, len(self), most):
@@ -98,6 +95,21 @@ class SortedPairs:
             experts = self.experts[rows]
             group = Group((ends - rows.start).clamp(0, count).int(), experts.clamp(max=self.num_experts - 1))
             yield Piece(rows, group, (experts < self.num_experts).unsqueeze(-1))
+
+
+def _packed(spans: Spans, most: int) -> Iterator[Spans]:
+    """Spans together while they have `most` rows at most; one that has more alone, in parts of equal size."""
+    part: Spans = []
+    for expert, start, end in spans:
+        if part and end - part[0][1] > most:
+            yield part
+            part = []
+        if end - start > most:
+            yield from ([(expert, rows.start, rows.stop)] for rows in _split(start, end, most))
+        else:
+            part.append((expert, start, end))
+    if part:
+        yield part
 
 
 def _split(start: int, end: int, most: int) -> Iterator[slice]:

@@ -12,7 +12,7 @@ from typing import TypeAlias
 
 import torch
 
-from raptor_hf.moe.grouped import Group, grouped_mm
+from raptor_hf.moe.grouped import Group, Spans, grouped_mm
 
 __all__ = ["ExpertStack", "StackedLora"]
 
@@ -65,41 +65,74 @@ class ExpertStack:
         """P and F."""
         return self.first[0].shape[0], self.second[0].shape[1]
 
-    def project(self, which: int, group: int | Group, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """x (N, in) -> W_e x + b_e + s B_e A_e x (N, out), in `out` if given (autograd then sees nothing of it)."""
+    def project(
+        self, which: int, group: Spans | Group, x: torch.Tensor, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """x (N, in) -> W_e x + b_e + s B_e A_e x (N, out), each row by its own expert.
+
+        Autograd follows it for the tokens of one expert and without `out`, where the result is then written.
+        """
+        if not isinstance(group, Group):
+            return self._each(self._project, which, group, x, 0, out)
         weight, bias = (self.first, self.second)[which], None if self.biases is None else self.biases[which]
-        if isinstance(group, Group):
-            assert isinstance(weight, torch.Tensor)
-            value = grouped_mm(x, weight.mT, group, out)
-            if bias is not None:
-                value = torch.add(value, bias[group.experts], out=out)
-        elif bias is None:
-            value = torch.mm(x, weight[group].mT, out=out)
-        else:
-            value = torch.addmm(bias[group], x, weight[group].mT, out=out)
-        return self._adapt(value, which, group, x, out, transposed=False)
+        assert isinstance(weight, torch.Tensor)
+        value = grouped_mm(x, weight.mT, group)
+        if bias is not None:
+            value += bias[group.experts]
+        if self.adapters is not None:
+            a, b = self.adapters[which]
+            update = grouped_mm(grouped_mm(x.to(a.dtype), a.mT, group), b.mT, group)
+            value.add_(update.to(value.dtype), alpha=self.scaling)
+        return value if out is None else out.copy_(value)
 
-    def project_transposed(self, which: int, group: int | Group, g: torch.Tensor) -> torch.Tensor:
-        """g (N, out) -> g (W_e + s B_e A_e) (N, in): the gradient through `project`. Autograd sees nothing of it."""
+    def project_transposed(self, which: int, group: Spans | Group, g: torch.Tensor) -> torch.Tensor:
+        """g (N, out) -> g (W_e + s B_e A_e) (N, in): the gradient through `project`. Autograd does not follow it."""
+        if not isinstance(group, Group):
+            return self._each(self._project_transposed, which, group, g, 1, None)
         weight = (self.first, self.second)[which]
-        value = grouped_mm(g, weight, group) if isinstance(group, Group) else torch.mm(g, weight[group])
-        return self._adapt(value, which, group, g, value, transposed=True)
+        assert isinstance(weight, torch.Tensor)
+        value = grouped_mm(g, weight, group)
+        if self.adapters is not None:
+            a, b = self.adapters[which]
+            update = grouped_mm(grouped_mm(g.to(b.dtype), b, group), a, group)
+            value.add_(update.to(value.dtype), alpha=self.scaling)
+        return value
 
-    def _adapt(
-        self, value: torch.Tensor, which: int, group: int | Group, x: torch.Tensor, out: torch.Tensor | None,
-        *, transposed: bool,
+    def _each(
+        self, one: Callable[..., torch.Tensor], which: int, group: Spans, x: torch.Tensor, side: int,
+        out: torch.Tensor | None,
     ) -> torch.Tensor:  # fmt: skip
-        """`value` + s (x A^T) B^T, or transposed s (x B) A."""
+        """`one` expert after another; `side` of the weights is the width of the result."""
+        if len(group) == 1:
+            return one(which, group[0][0], x, out)
+        if out is None:
+            out = x.new_empty(len(x), (self.first, self.second)[which][0].shape[side])
+        for expert, start, end in group:
+            one(which, expert, x[start:end], out[start:end])
+        return out
+
+    def _project(self, which: int, expert: int, x: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
+        weight = (self.first, self.second)[which][expert]
+        if self.biases is None:
+            value = torch.mm(x, weight.mT, out=out)
+        else:
+            value = torch.addmm(self.biases[which][expert], x, weight.mT, out=out)
         if self.adapters is None:
             return value
-        inner, outer = self.adapters[which] if not transposed else self.adapters[which][::-1]
-        # (in, r) and (r, out) of every expert
-        inner, outer = (inner, outer) if transposed else (inner.mT, outer.mT)
-        x = x.to(inner.dtype)
-        if isinstance(group, Group):
-            update = grouped_mm(grouped_mm(x, inner, group), outer, group)
-            return torch.add(value, update.to(value.dtype), alpha=self.scaling, out=out)
-        short, outer = x @ inner[group], outer[group]
+        a, b = (t[expert] for t in self.adapters[which])
+        return self._add_low_rank(value, x.to(a.dtype) @ a.mT, b.mT, out)
+
+    def _project_transposed(self, which: int, expert: int, g: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
+        value = torch.mm(g, (self.first, self.second)[which][expert], out=out)
+        if self.adapters is None:
+            return value
+        a, b = (t[expert] for t in self.adapters[which])
+        return self._add_low_rank(value, g.to(b.dtype) @ b, a, value)
+
+    def _add_low_rank(
+        self, value: torch.Tensor, short: torch.Tensor, outer: torch.Tensor, out: torch.Tensor | None
+    ) -> torch.Tensor:
+        """value + s short outer; in one pass where no type differs."""
         if value.dtype == short.dtype == outer.dtype:
             return torch.addmm(value, short, outer, alpha=self.scaling, out=out)
         return torch.add(value, (self.scaling * (short @ outer)).to(value.dtype), out=out)

@@ -221,7 +221,7 @@ def test_only_the_loop_asks_the_device_for_values(by_group, owned, monkeypatch):
     The mode knows `grouped_mm` in bfloat16 only, as on CUDA only that has a kernel that does not wait.
     """
 
-    def of_bfloat16(x, weights, group, out=None):
+    def of_bfloat16(x, weights, group):
         return grouped.grouped_mm(x.bfloat16(), weights.bfloat16(), group).to(x.dtype)
 
     monkeypatch.setattr(stack_module, "grouped_mm", of_bfloat16)
