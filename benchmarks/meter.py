@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import gc
 import json
 import os
 import statistics
@@ -59,6 +60,7 @@ def _resident(key: str) -> float:
 
 def measure(run: Callable[[], object], device: torch.device) -> tuple[float, float]:
     """Seconds and peak memory (MB) of one call."""
+    gc.collect()  # what another variant left
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)

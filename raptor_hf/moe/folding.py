@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +20,8 @@ def no_autocast(function: Callable) -> Callable:
         with torch.autocast(x.device.type, enabled=False):
             return function(x, *args)
 
+    # `torch.func` asks for it in every call
+    plain.__signature__ = inspect.signature(function)  # type: ignore[attr-defined]
     return plain
 
 
