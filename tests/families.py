@@ -7,6 +7,7 @@ import inspect
 from collections.abc import Mapping, Sequence
 
 import torch
+from peft import LoraConfig
 from torch import nn
 from torch.func import functional_call
 from transformers import (
@@ -19,6 +20,7 @@ from transformers import (
 from transformers.modeling_layers import GenericForSequenceClassification
 
 import raptor_hf.models  # noqa: F401 (registers classifiers)
+from raptor_hf.moe import attach_adapters, stream_parameters
 from raptor_hf.moe.families import FUSED
 from tests.helpers import record_by_record
 
@@ -171,10 +173,15 @@ def told(family: str, dtype: torch.dtype = torch.float32) -> nn.Module:
             "config_class": type(config), "accepts_loss_kwargs": False,
         })  # fmt: skip
     model = made._from_config(config, attn_implementation="eager")
+    return settled(model, dtype)
+
+
+def settled(model: nn.Module, dtype: torch.dtype = torch.float32, seed: int = 0) -> nn.Module:
+    """With the experts' own code, spread weights of `dtype`, in evaluation mode; equal arguments give equal weights."""
     for part in model.modules():
         if hasattr(getattr(part, "config", None), "_experts_implementation"):
             part.config._experts_implementation = "eager"
-    return spread(model).to(dtype).eval()
+    return spread(model, seed).to(dtype).eval()
 
 
 def spread(model: nn.Module, seed: int = 0) -> nn.Module:
@@ -194,8 +201,7 @@ def build(family: str, dtype: torch.dtype = torch.float32, *, head: str = "score
     """A stock model in evaluation mode; equal arguments give equal weights."""
     auto = AutoModelForSequenceClassification if head == "score" else AutoModelForCausalLM
     model = auto.from_config(config_of(family, **changes), attn_implementation="eager")
-    model.set_experts_implementation("eager") if head != "score" else model.model.set_experts_implementation("eager")
-    return spread(model, seed).to(dtype).eval()
+    return settled(model, dtype, seed)
 
 
 def records(count: int, seed: int = 0, longest: int = 9, causal: bool = False) -> list[dict]:
@@ -232,6 +238,23 @@ def shake(model: nn.Module, seed: int = 5) -> None:
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and "lora_" in name:
             parameter.data = (torch.randn(parameter.shape, generator=generator) * 0.3).to(parameter.dtype)
+
+
+def adapt(model: nn.Module, *, layer="last", rank=2, alpha=3, **lora) -> nn.Module:
+    """The model with adapters in both streams, far from zero; of a float64 model they are float64."""
+    dtype = next(model.parameters()).dtype
+    attach_adapters(model, LoraConfig(r=rank, lora_alpha=alpha, **lora), layer)
+    if dtype == FLOAT64:
+        for parameter in every_parameter(model).values():
+            parameter.data = parameter.data.to(dtype)
+    shake(model)
+    return model
+
+
+def every_parameter(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The trainables of both streams, by name."""
+    streams = stream_parameters(model)
+    return {**streams["shared"], **streams["expert"]}
 
 
 class StockLora:

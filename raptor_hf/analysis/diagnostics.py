@@ -307,7 +307,7 @@ def ownership_drift(
     plan = adapter_plan(model)
     batches = list(iterate_batches(data, data_collator, batch_size))
     base = owner_map(model, iter(batches), plan.layer, rule=rule)
-    now = current_owner_map(model, iter(batches), plan.layer, rule=rule)
+    now = current_owner_map(model, batches, plan.layer, rule)
     experts = plan.protected.num_experts
     mass = (owner_distribution(base, experts) - owner_distribution(now, experts)).abs().sum()
     changed = float((base != now).double().mean()) if len(base) else 0.0

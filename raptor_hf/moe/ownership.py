@@ -102,34 +102,24 @@ def owner_map(
     Returns:
         LongTensor (n,), on the CPU. Ties go to the lowest expert.
     """
+    integer("batch_size", batch_size, minimum=1)
+    batches = iterate_batches(dataset_or_batches, data_collator, batch_size)
     with adapters_disabled(model):
-        return current_owner_map(
-            model,
-            dataset_or_batches,
-            layer,
-            rule=rule,
-            data_collator=data_collator,
-            batch_size=batch_size,
-            layout=layout,
-        )
+        return current_owner_map(model, batches, layer, rule, layout)
 
 
 def current_owner_map(
     model: nn.Module,
-    dataset_or_batches: Iterable,
+    batches: Iterable[Mapping[str, Any]],
     layer: int,
-    *,
     rule: str = "gate",
-    data_collator: Callable[[list], Mapping[str, Any]] | None = None,
-    batch_size: int = 32,
     layout: MoELayout | None = None,
 ) -> torch.Tensor:
-    """As `owner_map`, but by the model as it is now, its adapters on: to measure how far owners would drift.
+    """Owners of the records of ready batches by the model as it is now, its adapters on: to measure how they drift.
 
     Never for training: the trained adapters depend on all records, and parallel composition needs owners that do not.
     """
     one_of("rule", rule, OWNERSHIP_RULES)
-    integer("batch_size", batch_size, minimum=1)
     layout = layout or find_moe_layout(model)
     experts = layout.layer(layer).num_experts
     dtype = next(model.parameters()).dtype
@@ -137,7 +127,7 @@ def current_owner_map(
     owners = []
     # `tol` is for sums in another order: TF32 or autocast would move a logit further, and differ between machines
     with full_precision(next(model.parameters()).device):
-        for raw in iterate_batches(dataset_or_batches, data_collator, batch_size):
+        for raw in batches:
             batch = model_inputs(model, raw)
             mask = token_mask(batch)
             routings = routing_of(model, layout, batch, [layer])

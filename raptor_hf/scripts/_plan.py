@@ -16,10 +16,10 @@ from raptor_hf.validate import integer, positive, probability
 
 __all__ = [
     "Plan",
-    "add_plan_arguments",
     "epsilon_rows",
     "format_table",
     "plan_cycles",
+    "plan_parser",
     "read_plan",
     "save_plot",
     "second_opinion_hint",
@@ -50,7 +50,9 @@ def plan_cycles(dataset_size: int, batch_size: int, epochs: float) -> int:
     return math.ceil(round(epochs * dataset_size / batch_size, 9))
 
 
-def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
+def plan_parser(prog: str, description: str) -> argparse.ArgumentParser:
+    """A parser with the flags of a plan."""
+    parser = argparse.ArgumentParser(prog=prog, description=description)
     parser.add_argument(
         "--dataset-size", type=int, required=True, metavar="N", help="number of private records (public)"
     )
@@ -60,6 +62,7 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     length.add_argument("--steps", type=int, help="length of the run in cycles")
     parser.add_argument("--delta", type=float, help="default: N ** -1.1")
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="save a plot of epsilon over cycles")
+    return parser
 
 
 def read_plan(args: argparse.Namespace) -> Plan:

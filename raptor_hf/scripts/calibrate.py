@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from raptor_hf.privacy import calibrate_noise_multipliers
 from raptor_hf.privacy.calibration import RULES
 from raptor_hf.scripts._plan import (
-    add_plan_arguments,
     epsilon_rows,
     format_table,
+    plan_parser,
     read_plan,
     save_plot,
     second_opinion_hint,
@@ -25,15 +25,14 @@ __all__ = ["main", "make_parser"]
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="raptor-hf calibrate",
-        description="Noise multipliers of the shared and the expert stream for a target epsilon, by both rules.",
+    parser = plan_parser(
+        "raptor-hf calibrate",
+        "Noise multipliers of the shared and the expert stream for a target epsilon, by both rules.",
     )
     parser.add_argument("--epsilon", type=float, required=True, help="target; the upper bound stays at or below it")
     parser.add_argument(
         "--rho", type=float, default=0.9, help="share of the shared stream, 0 to 1 (default: %(default)s)"
     )
-    add_plan_arguments(parser)
     return parser
 
 

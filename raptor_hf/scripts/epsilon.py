@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from raptor_hf.errors import PrivacyConfigError
 from raptor_hf.privacy.accounting import check_noise_multiplier
 from raptor_hf.scripts._plan import (
-    add_plan_arguments,
     epsilon_rows,
     format_table,
+    plan_parser,
     read_plan,
     save_plot,
     second_opinion_hint,
@@ -23,12 +23,9 @@ __all__ = ["main", "make_parser"]
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="raptor-hf epsilon", description="Epsilon that the given noise multipliers spend over a run."
-    )
+    parser = plan_parser("raptor-hf epsilon", "Epsilon that the given noise multipliers spend over a run.")
     parser.add_argument("--shared-noise", type=float, metavar="SIGMA", help="noise multiplier of the shared stream")
     parser.add_argument("--expert-noise", type=float, metavar="SIGMA", help="noise multiplier of the expert stream")
-    add_plan_arguments(parser)
     return parser
 
 

@@ -259,7 +259,7 @@ def test_ownership_drift_by_hand():
     found = diag.ownership_drift(model, records, data_collator=collate, batch_size=7)
     assert found.changed == pytest.approx(changed) and found.mass == pytest.approx(mass)
     assert found.mass <= 2 * found.changed + 1e-12 and found.records == 60 and found.private
-    assert current_owner_map(model, records, BLOCK, data_collator=collate).tolist() == now
+    assert current_owner_map(model, [collate(records[:20]), collate(records[20:])], BLOCK).tolist() == now
     assert owner_map(model, records, BLOCK, data_collator=collate).tolist() == base
 
 

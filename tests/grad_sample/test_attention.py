@@ -20,25 +20,12 @@ FLOAT64 = torch.float64
 ITEMS = families.records(5, seed=4)
 
 
-@pytest.fixture
-def float64(monkeypatch):
-    """Every cast to float32 inside the shipped models becomes one to float64."""
-    monkeypatch.setattr(torch, "float32", FLOAT64)
-    monkeypatch.setattr(torch, "float", FLOAT64)
-    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
-
-
 def adapted(family: str, dtype=FLOAT64, implementation="sdpa", head="score", **changes):
     auto = AutoModelForSequenceClassification if head == "score" else AutoModelForCausalLM
     model = auto.from_config(families.config_of(family, **changes), attn_implementation=implementation)
     families.spread(model).to(dtype).eval()
     assert model.config._attn_implementation == implementation
-    attach_adapters(model, LoraConfig(r=2, lora_alpha=3), "last")
-    for stream in stream_parameters(model).values():
-        for parameter in stream.values():
-            parameter.data = parameter.data.to(dtype)
-    families.shake(model)
-    return model
+    return families.adapt(model)
 
 
 def alone(model, items, names):

@@ -14,7 +14,7 @@ from raptor_hf.grad_sample import ENGINES, model_loss, per_sample_gradients, res
 from raptor_hf.moe import attach_adapters, find_moe_layout, load_adapter, owner_map, stream_parameters
 from raptor_hf.moe.adapter_io import check_loaded
 from raptor_hf.trainer import RaptorTrainer
-from tests.families import CAUSAL, EXPERTS, SETTINGS, StockLora, build, records, shake
+from tests.families import CAUSAL, EXPERTS, SETTINGS, StockLora, adapt, build, every_parameter, records, shake
 
 ITEMS = records(5, seed=4, causal=True)
 # no supervised token at all; only the first one, which nothing predicts; a single token
@@ -43,18 +43,11 @@ def more(monkeypatch):
 
 
 def adapted(family="olmoe", dtype=torch.float32, **changes):
-    model = build(family, dtype, head="lm", **changes)
-    attach_adapters(model, LoraConfig(r=2, lora_alpha=3), "last")
-    for stream in stream_parameters(model).values():
-        for parameter in stream.values():
-            parameter.data = parameter.data.to(dtype)
-    shake(model)
-    return model
+    return adapt(build(family, dtype, head="lm", **changes))
 
 
 def oracle_of(model, family, **changes):
-    streams = stream_parameters(model)
-    return StockLora(build(family, FLOAT64, head="lm", **changes), {**streams["shared"], **streams["expert"]}, 1.5)
+    return StockLora(build(family, FLOAT64, head="lm", **changes), every_parameter(model), 1.5)
 
 
 def compare(found, expected, tolerance=1e-12):

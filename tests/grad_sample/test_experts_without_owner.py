@@ -28,11 +28,8 @@ PROJECTIONS = {"first": "wi", "second": "wo"}
 
 
 @pytest.fixture
-def float64(monkeypatch, exact_norms):
-    """Every cast to float32 inside the shipped models becomes one to float64."""
-    monkeypatch.setattr(torch, "float32", FLOAT64)
-    monkeypatch.setattr(torch, "float", FLOAT64)
-    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
+def float64(float64, exact_norms):
+    """Switch's norms too."""
 
 
 class StockSwitch(families.StockLora):

@@ -24,9 +24,11 @@ from tests.families import (
     FAMILIES,
     TOP_K,
     StockLora,
+    adapt,
     brute_owners,
     build,
     collate,
+    every_parameter,
     records,
     shake,
 )
@@ -38,18 +40,7 @@ FLOAT64 = torch.float64
 
 
 def adapted(family, layer="last", dtype=torch.float32, **changes):
-    model = attach_adapters(build(family, dtype, **changes), LoraConfig(r=RANK, lora_alpha=ALPHA), layer)
-    if dtype == FLOAT64:
-        for stream in stream_parameters(model).values():
-            for parameter in stream.values():
-                parameter.data = parameter.data.to(FLOAT64)
-    shake(model)
-    return model
-
-
-def every_parameter(model):
-    streams = stream_parameters(model)
-    return {**streams["shared"], **streams["expert"]}
+    return adapt(build(family, dtype, **changes), layer=layer, rank=RANK, alpha=ALPHA)
 
 
 # ------------------------------------------------------------------ structure

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel
+from peft import PeftModel
 
 from raptor_hf.checks import check_model
 from raptor_hf.grad_sample import per_sample_gradients
-from raptor_hf.moe import attach_adapters, find_moe_layout, load_adapter, owner_map, stream_parameters
+from raptor_hf.moe import find_moe_layout, load_adapter, owner_map, stream_parameters
 from raptor_hf.moe.adapter_io import check_loaded
 from raptor_hf.moe.families import FUSED, HOOKS_ONLY, REFUSED, STRUCTURE
-from tests.families import EXPERTS, TOLD, TOP_K, StockLora, brute_owners, collate, records, shake, told
+from tests.families import EXPERTS, TOLD, TOP_K, StockLora, adapt, brute_owners, collate, records, told
 from tests.helpers import assert_close
 
 RANK, ALPHA = 2, 3
@@ -22,12 +22,7 @@ TYPES = [pytest.param(name, marks=[] if name in USUAL else [pytest.mark.slow]) f
 
 
 def adapted(family, dtype=torch.float32):
-    model = attach_adapters(told(family, dtype), LoraConfig(r=RANK, lora_alpha=ALPHA), "last")
-    for stream in stream_parameters(model).values():
-        for parameter in stream.values():
-            parameter.data = parameter.data.to(dtype)
-    shake(model)
-    return model
+    return adapt(told(family, dtype), rank=RANK, alpha=ALPHA)
 
 
 def logits(model):

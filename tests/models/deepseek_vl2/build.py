@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from raptor_hf.models.deepseek_vl2 import DeepseekVL2Config, DeepseekVL2ForConditionalGeneration
-from tests.families import spread
+from tests.families import settled
 
 VOCAB, EXPERTS, TOP_K, IMAGE, PAD = 50, 4, 2, 49, 0
 # 14 pixels and patches of 4: a grid of 3 x 3 with two pixels left over, 2 x 2 tokens a view after padding
@@ -61,8 +61,7 @@ def config_of(kind: str = "tiny", **language) -> DeepseekVL2Config:
 def build(kind: str = "tiny", dtype: torch.dtype = torch.float32, seed: int = 0) -> DeepseekVL2ForConditionalGeneration:
     """In evaluation mode; equal arguments give equal weights."""
     model = DeepseekVL2ForConditionalGeneration._from_config(config_of(kind), attn_implementation="eager")
-    model.set_experts_implementation("eager")
-    return spread(model, seed).to(dtype).eval()
+    return settled(model, dtype, seed)
 
 
 def image_tokens(wide: int, high: int) -> int:

@@ -17,7 +17,7 @@ from raptor_hf.models.deepseek_vl2 import DeepseekVL2ForConditionalGeneration
 from raptor_hf.moe import attach_adapters, find_moe_layout, load_adapter, owner_map, stream_parameters
 from raptor_hf.moe.adapter_io import check_loaded
 from raptor_hf.trainer import RaptorTrainer
-from tests.families import StockLora, shake
+from tests.families import StockLora, adapt, every_parameter
 from tests.models.deepseek_vl2.build import EXPERTS, ITEMS, KINDS, TOP_K, build, collate, inputs, record
 
 FLOAT64 = torch.float64
@@ -37,17 +37,7 @@ class Stock(StockLora):
 
 
 def adapted(kind="tiny", dtype=torch.float32, layer="last", **lora):
-    model = attach_adapters(build(kind, dtype), LoraConfig(r=RANK, lora_alpha=ALPHA, **lora), layer)
-    for stream in stream_parameters(model).values():
-        for parameter in stream.values():
-            parameter.data = parameter.data.to(dtype)
-    shake(model)
-    return model
-
-
-def every_parameter(model):
-    streams = stream_parameters(model)
-    return {**streams["shared"], **streams["expert"]}
+    return adapt(build(kind, dtype), layer=layer, rank=RANK, alpha=ALPHA, **lora)
 
 
 def compare(found, expected, tolerance=1e-12):
