@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -21,7 +21,21 @@ __all__ = [
     "residual_weighted", "summed_gradients",
 ]  # fmt: skip
 
-ENGINES: dict[str, Callable[..., dict[str, Any]]] = {
+
+class Engine(Protocol):
+    """What every engine is: the gradients of a micro-batch of at least one record."""
+
+    def __call__(
+        self,
+        model: nn.Module,
+        batch: Mapping[str, torch.Tensor],
+        parameters: Mapping[str, torch.Tensor],
+        loss_fn: LossFn,
+        owner: torch.Tensor | None,
+    ) -> dict[str, Any]: ...
+
+
+ENGINES: dict[str, Engine] = {
     "functorch": functorch_gradients,
     "hooks": hooks_gradients,
     "reference": reference_gradients,

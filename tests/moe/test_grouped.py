@@ -14,6 +14,8 @@ import torch
 from peft import LoraConfig
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.func import grad, vmap
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForSequenceClassification
 
 from raptor_hf.errors import PrivacyConfigError
@@ -204,6 +206,50 @@ def test_cutting_into_pieces_changes_nothing_but_rounding(by_group, monkeypatch)
         monkeypatch.setattr(experts, name, {"cpu": 3 * 2 * F * 4 if "PIECE" in name else 2 * 2 * F * 4})
     for value, expected in zip(layer.run(by_group, layer.owned()), whole, strict=True):
         close(value, expected, torch.float32)
+
+
+class _Largest(TorchDispatchMode):
+    """The largest tensor that an operation makes new, in elements."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        known = {t.untyped_storage().data_ptr() for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
+        for value in tree_leaves(out):
+            if isinstance(value, torch.Tensor) and value.untyped_storage().data_ptr() not in known:
+                self.elements = max(self.elements, value.numel())
+        return out
+
+
+@pytest.mark.parametrize("by_group", [True, False], ids=["grouped", "loop"])
+def test_working_memory_is_bounded_however_the_tokens_fall(by_group, monkeypatch):
+    """All tokens to one expert: no temporary of the backward pass is wider than a piece, or than the tokens."""
+    from raptor_hf.moe import experts
+
+    layer, rows = Layer(torch.float32, "gated", top_k=1), 5
+    layer.index.fill_(1)
+    for name in ("_PIECE", "_PIECE_BACK", "_BLOCK"):
+        monkeypatch.setattr(experts, name, {"cpu": rows * 2 * F * 4})
+    x, gate = layer.x.clone().requires_grad_(), layer.gate.clone().requires_grad_()
+    y = routed_experts(x, layer.index, gate, layer.stack(by_group))
+    with _Largest() as largest:
+        torch.autograd.grad(y, [x, gate], layer.out_grad)
+    assert largest.elements == x.numel() > rows * 2 * F
+
+
+def test_what_is_kept_for_the_backward_pass():
+    """The pre-activations alone have the pairs' width, and the inputs are kept where adapters need them."""
+    layer = Layer(torch.float32, "gated", top_k=3)
+    pairs = layer.index.numel()
+    kept = {}
+    for wanted in (None, layer.owned()):
+        saved = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.numel()) or t, lambda t: t):  # noqa: B023
+            routed_experts(layer.x.clone().requires_grad_(), layer.index, layer.gate, layer.stack(False), wanted)
+        kept[wanted is not None] = sorted(saved)
+    assert kept[False] == sorted([pairs * 2 * F, pairs, pairs])
+    assert layer.x.numel() in kept[True] and layer.x.numel() not in kept[False]
 
 
 def test_no_pair_at_all():
