@@ -12,7 +12,7 @@ from torch import nn
 from raptor_hf.moe.layout import MoELayout, find_moe_layout
 from raptor_hf.moe.lora import adapters_disabled
 from raptor_hf.moe.precision import full_precision
-from raptor_hf.moe.routing import Routing, iterate_batches, model_inputs, routing_of, token_mask
+from raptor_hf.moe.routing import Routing, _evaluation, iterate_batches, model_inputs, routing_of, token_mask
 from raptor_hf.validate import integer, one_of
 
 __all__ = ["OWNERSHIP_RULES", "current_owner_map", "owner_distribution", "owner_map", "owner_scores"]
@@ -129,6 +129,9 @@ def current_owner_map(
     with full_precision(next(model.parameters()).device):
         for raw in batches:
             batch = model_inputs(model, raw)
+            if hasattr(model, "embed_images"):  # once, also for a record that is computed again alone
+                with _evaluation(model):
+                    batch = model.embed_images(batch)
             mask = token_mask(batch)
             routings = routing_of(model, layout, batch, [layer])
             scores = owner_scores(routings[layer], mask, experts, rule)

@@ -208,10 +208,9 @@ class DeepseekVL2ForConditionalGeneration(PreTrainedModel, GenerationMixin):
         return found
 
     def frozen_inputs(self, batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The batch with `image_embeds` (b, T, H) in the place of its images: what does not depend on trainables.
+        """`embed_images`, of a model whose image tokens depend on nothing trainable.
 
-        For per-sample gradient engines, which cannot follow control flow over crops. Record by record, without
-        gradient, so that a record's row is a function of that record and of the frozen weights alone.
+        For per-sample gradient engines, which cannot follow control flow over crops.
 
         Raises:
             PrivacyConfigError: see `forward`; or the vision tower or projector is trainable.
@@ -226,6 +225,15 @@ class DeepseekVL2ForConditionalGeneration(PreTrainedModel, GenerationMixin):
                     "be spent for nothing",
                     "Leave vision tower and projector out of `shared_target_modules`, and freeze them",
                 )
+        return self.embed_images(batch)
+
+    def embed_images(self, batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The batch with `image_embeds` (b, T, H) in the place of its images, without gradient.
+
+        Record by record: a record's row is a function of that record and of the weights alone.
+        """
+        if "image_embeds" in batch or "input_ids" not in batch:
+            return dict(batch)
         rest = {key: value for key, value in batch.items() if key not in _IMAGES}
         with torch.no_grad():
             embeds = self._image_embeds(batch["input_ids"], batch.get("pixel_values"), batch.get("spatial_crop"))

@@ -297,6 +297,20 @@ def test_owners_equal_brute_force(kind):
     assert len(spread_out) >= 3
 
 
+def test_owners_in_bfloat16_run_the_vision_tower_once_a_record():
+    """Rounding makes most owners uncertain there: those are computed again alone, from the same image tokens."""
+    model, seen, alone = build(dtype=torch.bfloat16).train(), [], []
+    model.vision.register_forward_pre_hook(lambda *_: seen.append(model.training))
+    model.language.model.register_forward_pre_hook(
+        lambda _m, _a, kwargs: alone.append(len(kwargs["inputs_embeds"])), with_kwargs=True
+    )
+    found = owner_map(model, ITEMS, 2, data_collator=collate, batch_size=len(ITEMS))
+    assert alone[0] == len(ITEMS) and alone.count(1) >= 1, "no record was uncertain"
+    assert len(seen) == sum(bool(item["spatial_crop"]) for item in ITEMS) and not any(seen)
+    assert found.tolist() == [int(owner_map(model, [item], 2, data_collator=collate)) for item in ITEMS]
+    assert model.training
+
+
 # ------------------------------------------------------------------ training
 
 
