@@ -245,53 +245,54 @@ def begin(
     Args:
         ledger: the trainer's own, from an earlier call of `train`. make_plan: number of cycles -> plan.
     """
-    start, ledger = from_main(
-        lambda: _begin(args, model, ledger, resume_from, make_plan, cycles), "the start of training"
-    )
-    model.raptor_ledger = ledger
-    if is_main():
-        ledger.open_journal(args.output_dir)
-    return start, ledger
 
-
-def _begin(
-    args: RaptorConfig,
-    model: nn.Module,
-    ledger: PrivacyLedger | None,
-    resume_from: str | bool | None,
-    make_plan: Callable[[int], PrivacyPlan],
-    cycles: int,
-) -> tuple[Start, PrivacyLedger]:
-    if adapter_plan(model).weights == "adapters":
-        refuse_trained_model(args.output_dir)
-    start = find_start(resume_from, args.output_dir, None if ledger is None else ledger.run)
-    lost = False
-    if start.state is not None:
-        check_arguments(start.state.get("arguments", {}), args)
-        plan = make_plan(cycles)
-        ledger = PrivacyLedger.load(start.state, plan)
-        lost = _count_lost_work(ledger, start)
-    else:
-        if ledger is not None and (ledger.shared_steps or ledger.expert_steps):
-            check_arguments(ledger.arguments, args, "the training so far")
-        plan = make_plan(cycles)
-        if ledger is None or not (ledger.shared_steps or ledger.expert_steps):
-            ledger = PrivacyLedger(plan)
-        ledger.go_on(plan)
-    if start.checkpoint is None:
-        check_untrained(model, ledger)
-    ledger.arguments = arguments(args)
-    done = start.checkpoint is not None and start.state is not None and start.state["cycle"] >= cycles
-    if ledger.cycles_left(cycles) == 0 and not done:
+    def find() -> tuple[Start, PrivacyLedger]:
+        if adapter_plan(model).weights == "adapters":
+            refuse_trained_model(args.output_dir)
+        start = find_start(resume_from, args.output_dir, None if ledger is None else ledger.run)
+        if start.state is not None:
+            check_arguments(start.state.get("arguments", {}), args)
+            going = PrivacyLedger.load(start.state, make_plan(cycles))
+            lost = _count_lost_work(going, start)
+        else:
+            going, lost = _own_ledger(args, ledger, lambda: make_plan(cycles)), False
         if start.checkpoint is None:
-            raise PrivacyConfigError(
-                f"Training was started with epsilon {ledger.epsilon()} already spent",
-                f"One more cycle would cross `target_epsilon={plan.target_epsilon}`",
-                "Start a new run from the base model, or raise the target",
-            )
-        reason = "the lost work took the last ones" if lost else "the budget is spent"
-        logger.warning(f"No cycle is left: {reason}. Training ends with the checkpoint's model.")
-    return start, ledger
+            check_untrained(model, going)
+        going.arguments = arguments(args)
+        _check_cycles_left(start, going, cycles, lost)
+        return start, going
+
+    start, going = from_main(find, "the start of training")
+    model.raptor_ledger = going
+    if is_main():
+        going.open_journal(args.output_dir)
+    return start, going
+
+
+def _own_ledger(
+    args: RaptorConfig, ledger: PrivacyLedger | None, make_plan: Callable[[], PrivacyPlan]
+) -> PrivacyLedger:
+    """The trainer's own ledger, when it has counted a release; else a new one."""
+    if ledger is None or not (ledger.shared_steps or ledger.expert_steps):
+        return PrivacyLedger(make_plan())
+    check_arguments(ledger.arguments, args, "the training so far")
+    ledger.go_on(make_plan())
+    return ledger
+
+
+def _check_cycles_left(start: Start, ledger: PrivacyLedger, cycles: int, lost: bool) -> None:
+    """Refuse, or from a checkpoint warn of, a training that the budget has no cycle for."""
+    done = start.checkpoint is not None and start.state is not None and start.state["cycle"] >= cycles
+    if ledger.cycles_left(cycles) != 0 or done:
+        return
+    if start.checkpoint is None:
+        raise PrivacyConfigError(
+            f"Training was started with epsilon {ledger.epsilon()} already spent",
+            f"One more cycle would cross `target_epsilon={ledger.plan.target_epsilon}`",
+            "Start a new run from the base model, or raise the target",
+        )
+    reason = "the lost work took the last ones" if lost else "the budget is spent"
+    logger.warning(f"No cycle is left: {reason}. Training ends with the checkpoint's model.")
 
 
 def _without_journal(start: Start) -> None:
