@@ -127,11 +127,13 @@ def main(arguments: list[str] | None = None) -> None:
     values = {axis: AXES[axis][: args.points] for axis in args.axes}
     if args.measure:  # in a child process
         device = meter.prepare(args.device)
-        repeats = args.repeats if args.measure == "time" else 1
-        found = {
-            axis: {v: meter.interleaved(runs_of(axis, v, args.width, device), repeats, device) for v in values[axis]}
-            for axis in values
-        }
+        memory = args.measure == "memory"
+
+        def found_at(axis: str, value: int) -> meter.Samples:
+            runs = runs_of(axis, value, args.width, device)
+            return meter.interleaved(runs, 1 if memory else args.repeats, device, memory=memory)
+
+        found = {axis: {value: found_at(axis, value) for value in values[axis]} for axis in values}
         args.raw.write_text(json.dumps(found))
         return
     rows = []

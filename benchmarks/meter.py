@@ -1,8 +1,9 @@
 """Measuring: seconds and peak memory of one call, interleaved repeats, child processes, and tables of the results.
 
-On a CPU, seconds are CPU time of one thread (what else the machine does matters less so) and memory is the peak of
-resident memory above that before the call (Linux only). Time and memory are measured in processes of their own: peaks
-show only under an allocator that gives freed memory back at once, and that makes every allocation slower.
+On a CPU, seconds are CPU time of one thread (what else the machine does matters less so) and memory is the peak of what
+PyTorch's allocator gives out during the call, to the byte, from its profiler: nothing that was there before, and no
+memory that other libraries take for themselves. Time and memory are measured in processes of their own, as the profiler
+makes every operation slower.
 On a GPU both come from one process: wall time between synchronisations, and the allocator's own peak, which includes
 the weights.
 """
@@ -12,8 +13,8 @@ from __future__ import annotations
 import argparse
 import csv
 import gc
+import itertools
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -27,6 +28,7 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Table
+from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
@@ -46,20 +48,18 @@ __all__ = [
 Samples = dict[str, dict[str, list[float]]]
 """Key of a variant -> {"seconds": [..], "peak": [MB, ..]}, one entry a repeat."""
 
-# From a page up: smaller tensors would come from what the process already holds, and not be seen.
-_STEADY = {"MALLOC_MMAP_THRESHOLD_": "4096", "MALLOC_TRIM_THRESHOLD_": "4096"}
+
+def _allocated(run: Callable[[], object]) -> float:
+    """Peak (MB) of what the CPU allocator gave out and did not get back yet during a call."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        run()
+    events = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
+    changes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
+    return max(itertools.accumulate(changes), default=0) / 2**20
 
 
-def _resident(key: str) -> float:
-    """A line of /proc/self/status, MB; NaN where there is none."""
-    status = Path("/proc/self/status")
-    if not status.exists():
-        return float("nan")
-    return next(int(line.split()[1]) / 1024 for line in status.read_text().splitlines() if line.startswith(key))
-
-
-def measure(run: Callable[[], object], device: torch.device) -> tuple[float, float]:
-    """Seconds and peak memory (MB) of one call."""
+def measure(run: Callable[[], object], device: torch.device, memory: bool = True) -> tuple[float, float]:
+    """Seconds and peak memory (MB) of one call; on a CPU of either the one or the other, the other is NaN."""
     gc.collect()  # what another variant left
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -68,20 +68,21 @@ def measure(run: Callable[[], object], device: torch.device) -> tuple[float, flo
         run()
         torch.cuda.synchronize(device)
         return time.perf_counter() - start, torch.cuda.max_memory_allocated(device) / 2**20
-    marks = Path("/proc/self/clear_refs")
-    if marks.exists():
-        marks.write_text("5")  # the high-water mark starts here
-    before, start = _resident("VmRSS"), time.process_time()
+    if memory:
+        return float("nan"), _allocated(run)
+    start = time.process_time()
     run()
-    return time.process_time() - start, _resident("VmHWM") - before
+    return time.process_time() - start, float("nan")
 
 
-def interleaved(runs: Mapping[str, Callable[[], object]], repeats: int, device: torch.device) -> Samples:
-    """All variants in turn, `repeats` times, after one round that warms up."""
+def interleaved(
+    runs: Mapping[str, Callable[[], object]], repeats: int, device: torch.device, *, memory: bool
+) -> Samples:
+    """All variants in turn, `repeats` times, after one round that warms up. memory: measure that, not the time."""
     samples: Samples = {key: {"seconds": [], "peak": []} for key in runs}
     for repeat in range(repeats + 1):
         for key, run in runs.items():
-            seconds, peak_mb = measure(run, device)
+            seconds, peak_mb = measure(run, device, memory)
             if repeat:
                 samples[key]["seconds"].append(seconds)
                 samples[key]["peak"].append(peak_mb)
@@ -139,7 +140,7 @@ def in_children(script: str, arguments: Sequence[str], device: str) -> Any:
         for kind in ("time",) if device.startswith("cuda") else ("time", "memory"):
             raw = Path(folder) / f"{kind}.json"
             command = [sys.executable, script, *arguments, "--device", device, "--measure", kind, "--raw", str(raw)]
-            subprocess.run(command, check=True, env={**os.environ, **(_STEADY if kind == "memory" else {})})
+            subprocess.run(command, check=True)
             found[kind] = json.loads(raw.read_text())
     return _with_peaks(found["time"], found.get("memory", found["time"]))
 

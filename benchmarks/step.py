@@ -91,8 +91,8 @@ def main(arguments: list[str] | None = None) -> None:
         device = meter.prepare(args.device)
         (job,) = (JOBS[name] for name in args.jobs)
         runs, absent = runs_of(job, args.engines, not args.no_peers, device)
-        repeats = min(args.repeats if args.measure == "time" else 3, job.repeats)
-        samples = meter.interleaved(runs, repeats, device)
+        repeats = min(args.repeats if args.measure == "time" else 1, job.repeats)
+        samples = meter.interleaved(runs, repeats, device, memory=args.measure == "memory")
         work = meter.work(runs) if args.work else {}
         args.raw.write_text(json.dumps({"samples": samples, "absent": absent, "work": work}))
         return

@@ -88,7 +88,8 @@ def test_children_measure_time_and_memory(scripts, tmp_path):
         "parser = argparse.ArgumentParser()\nmeter.common_arguments(parser)\n"
         "args, _ = parser.parse_known_args()\n"
         "runs = {str(mb): (lambda mb=mb: torch.ones(mb * 2**18).sum()) for mb in (10, 80)}\n"
-        "args.raw.write_text(json.dumps(meter.interleaved(runs, 3, meter.prepare('cpu'))))\n"
+        "found = meter.interleaved(runs, 3, meter.prepare('cpu'), memory=args.measure == 'memory')\n"
+        "args.raw.write_text(json.dumps(found))\n"
     )
     # the folder of `meter` last, where the child looks for it
     command = scripts.meter.subprocess.run
@@ -99,8 +100,8 @@ def test_children_measure_time_and_memory(scripts, tmp_path):
     scripts.meter.subprocess = SimpleNamespace(run=with_folder)
     found = scripts.meter.in_children(str(script), [], "cpu")
     assert all(len(values) == 3 for sample in found.values() for values in sample.values())
-    assert scripts.meter.peak(found, "10") == pytest.approx(10, abs=3)
-    assert scripts.meter.peak(found, "80") == pytest.approx(80, abs=3)
+    assert scripts.meter.peak(found, "10") == pytest.approx(10, abs=0.01)
+    assert scripts.meter.peak(found, "80") == pytest.approx(80, abs=0.01)
     assert scripts.meter.peak(found, "10", "80") == scripts.meter.peak(found, "80")
     assert min(found["80"]["seconds"]) > min(found["10"]["seconds"]) > 0
 
@@ -108,7 +109,7 @@ def test_children_measure_time_and_memory(scripts, tmp_path):
 def test_variants_are_interleaved_after_one_round_that_does_not_count(scripts):
     calls = []
     found = scripts.meter.interleaved(
-        {"a": lambda: calls.append("a"), "b": lambda: calls.append("b")}, 2, torch.device("cpu")
+        {"a": lambda: calls.append("a"), "b": lambda: calls.append("b")}, 2, torch.device("cpu"), memory=False
     )
     assert calls == ["a", "b"] * 3
     assert len(found["a"]["seconds"]) == 2
