@@ -111,7 +111,8 @@ def probe_model(
         model: with adapters. batch: at most three records are needed; with one, only padding and buffers are probed.
 
     Returns:
-        Findings: values that move with the neighbours or with padding, buffers that a forward pass changes.
+        Findings: values that move with the neighbours or with padding, buffers and parameters that a forward pass
+        changes.
     """
     findings: list[Finding] = []
     batch, speaks = _with_labels(batch, label_names)
@@ -124,6 +125,7 @@ def probe_model(
     dtypes = {p.dtype for p in model.parameters()}
     dtype = next(d for d in (torch.bfloat16, torch.float32, torch.float64) if d in dtypes)
     buffers = {name: value.clone() for name, value in model.named_buffers()}
+    versions = {name: parameter._version for name, parameter in model.named_parameters()}
     with _train_mode(model), torch.random.fork_rng():
         try:
             before, reached = _values(model, wide, tokens, mode)
@@ -158,6 +160,16 @@ def probe_model(
                 "It carries what it saw of private records into the model, without clipping or noise, and from one "
                 "record's computation into the next",
                 "Freeze it, or use a model without running statistics",
+                kind=UnsupportedModelError,
+            )
+        )
+    written = [name for name, parameter in model.named_parameters() if parameter._version != versions[name]]
+    if written:
+        findings.append(
+            Finding(
+                f"A forward pass writes to the parameter `{written[0]}`",
+                "What it writes depends on private records, is neither clipped nor noisy, and is trained on and saved",
+                "Leave `max_norm` out of `nn.Embedding`, and use no other layer that changes its own weights",
                 kind=UnsupportedModelError,
             )
         )

@@ -12,6 +12,7 @@ from raptor_hf import RaptorTrainer
 from raptor_hf.checks import check_model
 from raptor_hf.errors import Finding, PrivacyConfigError, UnsupportedModelError
 from raptor_hf.moe.lora import attach_adapters
+from raptor_hf.moe.weights import train_weights
 from raptor_hf.probes import probe_collator, probe_model
 from tests.helpers import collate, tiny_model, tiny_records
 from tests.trainer.build import assert_refused, assert_refused_before_training, make_config, make_trainer
@@ -238,6 +239,17 @@ def test_padding_that_is_not_masked(mode):
     assert any("padding" in finding.what for finding in findings)
     alone = probe_model(attached(put(tiny_model(), PaddingSum())), collate(RECORDS[:1]), mode=mode)
     assert any("padding" in finding.what for finding in alone)
+
+
+def test_a_parameter_that_a_forward_pass_changes():
+    """`max_norm` shortens the rows of a trained table that a record looks up, without noise."""
+    model = train_weights(tiny_model(), "full", "last")
+    assert probe_model(model, collate(RECORDS), mode="reference") == []
+    for module in model.modules():
+        if isinstance(module, nn.Embedding) and module.embedding_dim == model.config.d_model:
+            module.max_norm = 0.05
+    finding = only(probe_model(model, collate(RECORDS), mode="reference"), "error", "writes to the parameter")
+    assert "shared.weight" in finding.what and "max_norm" in finding.instead
 
 
 @pytest.mark.parametrize("mode", ["hooks", "reference"])

@@ -108,5 +108,5 @@ def engine_gradients(
     grads = ENGINES[mode](model, batch, parameters, loss_fn or model_loss, owner)
     for name, value in grads.items():
         if value.shape[0] != size:
-            raise RuntimeError(f"`{name}` has {value.shape[0]} gradient rows for {size} records; this is a bug.")
+            raise RuntimeError(f"`{name}` has not one gradient row for each record; this is a bug.")
     return grads

@@ -80,7 +80,8 @@ class _Tape:
     def _check_rows(self, name: str, rows: int) -> None:
         if rows != self.records:
             raise UnsupportedModelError(
-                f"The module of `{name}` was called with {rows} rows for {self.records} records",
+                # without the numbers: a realised batch size is private
+                f"The module of `{name}` was called with another number of rows than there are records",
                 "Which record a row belongs to cannot be told, and clipping rows would not bound a record",
                 'Leave it out of `shared_target_modules`, or use `grad_sample_mode="functorch"`',
             )

@@ -76,10 +76,10 @@ def clip_factors(
     max_norm = positive("max_norm", max_norm)
     if not grads:
         raise ValueError("No gradients were given, so there is nothing to clip. Pass at least one tensor.")
-    if len(sizes := {value.shape[0] for value in grads.values()}) > 1:
+    if len({value.shape[0] for value in grads.values()}) > 1:
         raise ValueError(
-            f"Gradients of {sorted(sizes)} records were given together. One norm runs over all tensors of a record. "
-            "Pass one row for every record in every tensor."
+            "Gradients of different numbers of records were given together. One norm runs over all tensors of a "
+            "record. Pass one row for every record in every tensor."
         )
     squares = [_norms(value).square() for value in grads.values()]
     norms = torch.stack(squares).sum(0).sqrt()
@@ -194,7 +194,7 @@ def clip_and_sum_jointly(
     if owner.shape != factors.shape or bool(((owner < 0) | (owner >= num_owners)).any()):
         raise ValueError(
             "`owner` does not name one of the owners for every record. A record without one would be lost, or counted "
-            f"for others. Pass {len(factors)} indices in [0, {num_owners})."
+            f"for others. Pass an index in [0, {num_owners}) for each."
         )
     if unformed := [n for n, g in grads.items() if n in owned and not isinstance(g, torch.Tensor)]:
         raise TypeError(f"`{unformed[0]}` is not formed, and cannot be added up by owner. This is a bug.")

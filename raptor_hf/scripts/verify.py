@@ -7,6 +7,7 @@ cannot be read. For private repositories log in first (`hf auth login`) or set `
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -23,8 +24,15 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--history", action="store_true", help="look at the file names of earlier commits too")
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
     parser.add_argument("--require-private", action="store_true", help="fail for a release that has no guarantee")
-    parser.add_argument("--max-epsilon", type=float, metavar="EPS", help="fail when more than this was spent")
+    parser.add_argument("--max-epsilon", type=_epsilon, metavar="EPS", help="fail when more than this was spent")
     return parser
+
+
+def _epsilon(text: str) -> float:
+    value = float(text)
+    if math.isnan(value):  # nothing is more than that: every release would pass
+        raise ValueError(text)
+    return value
 
 
 def main(argv: Sequence[str] | None = None) -> int:

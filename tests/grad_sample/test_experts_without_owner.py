@@ -254,8 +254,9 @@ def test_rows_that_are_not_records_are_refused_by_hooks(float64):
     layer.mlp.forward = lambda x: forward(torch.cat([x, x]))[: len(x)]
     path = next(iter(sparse_blocks(model)))
     experts = {name: trainable[name] for name in of_layer(trainable, path)}
-    with pytest.raises(UnsupportedModelError, match="rows"):
+    with pytest.raises(UnsupportedModelError, match="rows") as refused:
         per_sample_gradients(model, helpers.collate(helpers.tiny_records(3)), experts, mode="hooks")
+    assert " 3 " not in str(refused.value) and " 6 " not in str(refused.value), "a realised batch size is private"
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -10,6 +10,7 @@ from raptor_hf import ReleaseError, export_release, load_release, verify_release
 from raptor_hf.cli import main
 from raptor_hf.hub import scrub_check
 from raptor_hf.hub.contents import ALLOWED
+from raptor_hf.scripts import verify
 from tests.hub.build import BASE, copy, edit_json, trained
 
 
@@ -40,6 +41,13 @@ def test_verify_above_the_epsilon_asked_for(release, capsys):
     values = json.loads(printed.out)
     assert values["ok"] and values["private"] and 1.4 < values["epsilon_claimed"] < 1.5
     assert "TOO LITTLE PRIVACY" in printed.err and "1.4" in printed.err
+
+
+def test_verify_against_no_number(release, capsys):
+    """Nothing is more than NaN, and every release would pass."""
+    with pytest.raises(SystemExit) as ended:
+        verify.main([str(release), "--max-epsilon", "nan"])
+    assert ended.value.code == 2 and "--max-epsilon" in capsys.readouterr().err
 
 
 def test_verify_a_training_folder(trainer, capsys):
