@@ -23,14 +23,14 @@ from benchmarks.utility.settings import GROUPS, TUNED_FILE, VARIANTS, Settings, 
 
 __all__ = ["STAGES", "best", "candidates", "main"]
 
-RATES = (1e-3, 3e-3, 1e-2, 2e-2)
-CLIPS = (0.1,)  # beside 1
-SPLITS = (0.7,)  # beside .9
+RATES = (1e-3, 3e-3, 1e-2, 2e-2, 4e-2)
+CLIPS = (0.1, 10.0)  # beside 1
+SPLITS = (0.7, 0.8, 0.95)  # beside .9
 STAGES = ("learning_rate", "clip", "last")
 TRIALS = len(RATES) + len(CLIPS) + len(SPLITS)
 
 
-def candidates(stage: str, current: Settings) -> list[Settings]:
+def candidates(stage: str, current: Settings, first_rates: Sequence[float] = RATES) -> list[Settings]:
     """The trials of a stage around the best settings so far: the same number for every method.
 
     Where a method has no clipping norm or no budget split, it gets as many more learning rates instead.
@@ -41,14 +41,14 @@ def candidates(stage: str, current: Settings) -> list[Settings]:
         return [dataclasses.replace(current, learning_rate=float(f"{current.learning_rate * f:.3g}")) for f in factors]
 
     if stage == "learning_rate":
-        return [dataclasses.replace(current, learning_rate=rate) for rate in RATES]
+        return [dataclasses.replace(current, learning_rate=rate) for rate in first_rates]
     if stage == "clip":
         if variant.private:
             return [dataclasses.replace(current, clip=value) for value in CLIPS]
-        return rates((1.5,))
+        return rates((1.5, 0.7))
     if len(variant.streams) > 1:
         return [dataclasses.replace(current, budget_split=value) for value in SPLITS]
-    return rates((0.6,))
+    return rates((0.6, 0.8, 1.25))
 
 
 def best(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -71,9 +71,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--epsilon", type=float, default=8.0)
     parser.add_argument("--jobs", type=int, default=1, help="processes at a time")
     parser.add_argument("--launcher", default="", help="command before each process, e.g. 'nice -n 10'")
+    parser.add_argument("--rates", help="comma-separated learning rates of the first stage, for a costly model")
     parser.add_argument("--stages", type=int, default=len(STAGES), help="only the first so many stages")
     parser.add_argument("--file", type=Path, default=TUNED_FILE, help="where the frozen settings go")
     args = parser.parse_args(argv)
+    first_rates = tuple(map(float, args.rates.split(","))) if args.rates else RATES
     names = [name for name in resolve_names(args.methods.split(",")) if name in GROUPS["all"]]
     current = {
         name: Settings(
@@ -85,7 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     tried: dict[str, dict[str, Settings]] = {name: {} for name in names}
     for stage in STAGES[: args.stages]:
         for name in names:
-            tried[name].update({s.key: s for s in candidates(stage, current[name])})
+            tried[name].update({s.key: s for s in candidates(stage, current[name], first_rates)})
         runs = [settings for name in names for settings in tried[name].values()]
         with Progress(f"tuning, {stage}") as progress:
             outcome = execute(runs, args.output, jobs=args.jobs, launcher=args.launcher, progress=progress)

@@ -22,7 +22,7 @@ from benchmarks.utility.settings import (
     tuned_settings,
 )
 from benchmarks.utility.tasks import TASKS
-from benchmarks.utility.tune import STAGES, TRIALS, best, candidates
+from benchmarks.utility.tune import RATES, STAGES, TRIALS, best, candidates
 from benchmarks.utility.verify import verify_result
 from raptor_hf.config import RaptorConfig
 from tests.benchmarks.runs import RUN
@@ -152,16 +152,17 @@ def test_what_was_never_tuned_is_an_error(tmp_path, capsys):
 
 def test_the_shipped_settings_are_the_best_of_their_trials():
     frozen = json.loads(TUNED_FILE.read_text(encoding="utf-8"))
-    for name in GROUPS["all"]:
-        values = tuned_settings("tiny", name)
-        Settings("rt", "tiny", name, 8.0 if VARIANTS[name].private else math.inf, 0, **values)
-        rows = frozen["trials"]["tiny"][name]["rows"]
-        assert len(rows) == frozen["trials"]["tiny"][name]["count"]
-        top = max(rows, key=lambda row: row["accuracy"])
-        assert top["accuracy"] == max(r["accuracy"] for r in rows if all(r[k] == values[k] for k in values))
-    counts = {name: trials["count"] for name, trials in frozen["trials"]["tiny"].items()}
-    counts.pop("monolithic_full")  # 12 times the time of the others: README.md says what it got
-    assert max(counts.values()) <= TRIALS
+    assert set(frozen["chosen"]["tiny"]) == set(GROUPS["all"])
+    for model, chosen in frozen["chosen"].items():
+        trials = frozen["trials"][model]
+        assert len({trials[name]["count"] for name in chosen}) == 1  # no method was tuned more than another
+        for name in chosen:
+            values, rows = tuned_settings(model, name), trials[name]["rows"]
+            Settings("rt", model, name, 8.0 if VARIANTS[name].private else math.inf, 0, **values)
+            assert len({json.dumps(row) for row in rows}) == len(rows) == trials[name]["count"]
+            top = max(rows, key=lambda row: row["accuracy"])
+            assert top["accuracy"] == max(r["accuracy"] for r in rows if all(r[k] == values[k] for k in values))
+    assert frozen["trials"]["tiny"]["raptor"]["count"] == TRIALS
 
 
 # ---- Tuning ----
@@ -172,7 +173,7 @@ def test_every_method_gets_the_same_number_of_trials():
         start = Settings("imdb", "tiny", name, 8.0 if VARIANTS[name].private else math.inf, 0)
         found = {start_trial.key for stage in STAGES for start_trial in candidates(stage, start)}
         first = {s.key for s in candidates("learning_rate", start)}
-        assert len(found) == TRIALS and len(first) == 4, name
+        assert len(found) == TRIALS and len(first) == len(RATES), name
 
 
 def test_a_trial_never_reads_the_private_task():
