@@ -183,7 +183,8 @@ def tuned_settings(model: str, variant: str, path: Path = TUNED_FILE) -> dict[st
     """
     chosen = json.loads(path.read_text(encoding="utf-8"))["chosen"]
     name = VARIANTS[variant].tuned_as or variant
-    table = chosen.get(model) or chosen.get("default") or chosen.get("tiny", {})
-    if name not in table:
-        raise KeyError(f"{path.name} has no settings for `{name}`; make them: python -m benchmarks.utility.tune")
-    return dict(table[name])
+    for key in (model, "default", "tiny"):
+        if name in chosen.get(key, {}):
+            own = key != "tiny" or model == "tiny"  # a rank belongs to a model
+            return {field: value for field, value in chosen[key][name].items() if own or field != "rank"}
+    raise KeyError(f"{path.name} has no settings for `{name}`; make them: python -m benchmarks.utility.tune")

@@ -142,6 +142,23 @@ def test_the_papers_settings_leave_the_cycles_to_the_task(tmp_path):
     assert {s.variant: s.rank for s in runs}["raptor"] == 128
 
 
+def test_a_method_not_tuned_on_a_model_takes_the_bundled_models_settings_but_for_the_rank(tmp_path):
+    path = tmp_path / "tuned.json"
+    rows = {name: {"learning_rate": 0.25, "cycles": 7, "rank": 5} for name in ("raptor", "monolithic_lora")}
+    write_json(path, {"chosen": {"tiny": rows, "minilm": {"raptor": {"learning_rate": 0.5, "cycles": 9, "rank": 3}}}})
+
+    def planned(model: str) -> dict[str, tuple]:
+        arguments = ["--model", model, "--methods", "raptor,monolithic_lora", "--seeds", "1", "--tuned", str(path)]
+        return {s.variant: (s.learning_rate, s.cycles, s.rank) for s in plan(make_parser().parse_args(arguments))}
+
+    assert planned("tiny") == {"raptor": (0.25, 7, 5), "monolithic_lora": (0.25, 7, 5)}
+    assert planned("minilm") == {
+        "raptor": (0.5, 9, 3),
+        "monolithic_lora": (0.25, 7, rank_of("minilm", "monolithic_lora")),
+    }
+    assert planned("switch-base-8")["raptor"] == (0.25, 7, 128)
+
+
 def test_what_was_never_tuned_is_an_error(tmp_path, capsys):
     path = tmp_path / "tuned.json"
     write_json(path, {"chosen": {"tiny": {}}})
