@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from raptor_hf.errors import PrivacyConfigError
-from raptor_hf.moe.layout import MoELayout
+from raptor_hf.errors import PrivacyConfigError, UnsupportedModelError
+from raptor_hf.moe.layout import MoELayout, SparseLayer
 
 __all__ = ["Routing", "iterate_batches", "model_inputs", "routing_of", "token_mask"]
 
@@ -24,7 +24,8 @@ class Routing:
     """Routing of one sparse layer for B records of T tokens.
 
     Attributes:
-        index: (B, T, K) int64 expert of each choice; E where the token was dropped (beyond capacity).
+        index: (B, T, K) int64 expert of each choice, no expert twice for a token; E where it was dropped (beyond
+            capacity).
         gate: (B, T, K) gate weights, normalised to sum to 1 over a token's choices.
         gap: (B, T) distance of router logits between the last expert chosen and the first one not chosen: how far
             rounding would have to move a logit to change the choice.
@@ -99,12 +100,26 @@ def _evaluation(model: nn.Module) -> Iterator[None]:
             module.training = training
 
 
+def _check_distinct(index: torch.Tensor, layer: SparseLayer) -> None:
+    """What is kept for a token and its owner has one place."""
+    ordered = index.sort(-1).values
+    if bool(((ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] < layer.num_experts)).any()):
+        raise UnsupportedModelError(
+            f"The router of `{layer.name}` chose an expert twice for one token",
+            "A gradient has one place for each token and expert, so that part of a record's would be lost",
+            "Use a router of which the K experts of a token are different, as `topk` gives them",
+        )
+
+
 def routing_of(
     model: nn.Module, layout: MoELayout, batch: Mapping[str, Any], layers: Sequence[int] | None = None
 ) -> dict[int, Routing]:
     """Routing of the sparse layers up to the deepest of `layers` (default: all), by block index.
 
     The forward pass stops at the deepest layer asked for. Evaluation mode: no jitter, no dropout.
+
+    Raises:
+        UnsupportedModelError: a router chose an expert twice for one token.
     """
     wanted = [layer for layer in layout.sparse_layers if layers is None or layer.index <= max(layers)]
     last = max(layer.index for layer in wanted)
@@ -112,9 +127,10 @@ def routing_of(
     handles = []
     for layer in wanted:
 
-        def hook(module: nn.Module, args: tuple, index: int = layer.index) -> None:
-            found[index] = layout.family.read_routing(module, args[0])
-            if index == last:
+        def hook(module: nn.Module, args: tuple, layer: SparseLayer = layer) -> None:
+            found[layer.index] = layout.family.read_routing(module, args[0])
+            _check_distinct(found[layer.index].index, layer)
+            if layer.index == last:
                 raise _Done
 
         handles.append(model.get_submodule(layer.name).register_forward_pre_hook(hook))

@@ -27,6 +27,9 @@ class ClippedSum:
 
     Attributes:
         sensitivity: L2 change of the sum when one record is added or removed: C.
+
+    After an exception in `add`, discard it: part of that micro-batch may be in the sums, and to add it again would
+    count it twice.
     """
 
     def __init__(

@@ -14,6 +14,7 @@ from transformers import AutoModelForSequenceClassification, BertConfig, BertMod
 
 from raptor_hf.checks import check_model
 from raptor_hf.config import RaptorConfig
+from raptor_hf.errors import UnsupportedModelError
 from raptor_hf.grad_sample import per_sample_gradients
 from raptor_hf.moe import attach_adapters, find_moe_layout, owner_map, stream_parameters
 from raptor_hf.moe import layout as layouts
@@ -77,6 +78,23 @@ def test_the_upcycled_model_computes_what_the_dense_one_does(example, top_k):
     assert float((found - wanted).abs().max()) < 1e-5 < float((other - wanted).abs().max())
     assert model.config.sparse_layers == [1, 3]
     assert {tuple(e.up.weight.shape) for e in model.bert.encoder.layer[3].intermediate.experts} == {(12, 16)}
+
+
+@pytest.mark.parametrize("twice", [False, True])
+def test_a_router_that_chooses_an_expert_twice_for_a_token_is_refused(example, twice, monkeypatch):
+    """One record's part of a gradient would be lost, and in a full batch another's."""
+    model, route = build(example, top_k=2), example.UpcycledFFN.route
+
+    def routed(self, hidden):
+        index, gate = route(self, hidden)
+        return (index[..., :1].expand_as(index).contiguous() if twice else index), gate
+
+    monkeypatch.setattr(example.UpcycledFFN, "route", routed)
+    if not twice:
+        assert len(owner_map(model, ITEMS, 3, data_collator=collate)) == len(ITEMS)
+        return
+    with pytest.raises(UnsupportedModelError, match="chose an expert twice for one token"):
+        owner_map(model, ITEMS, 3, data_collator=collate)
 
 
 @pytest.mark.parametrize("top_k", [1, 2])
