@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -71,7 +72,8 @@ def rows_of(base, args: argparse.Namespace, device: torch.device) -> list[dict[s
                 if size:
                     found = meter.interleaved({"cycle": make(size)}, args.repeats, device, memory=False)
                     row["s"] = round(sorted(found["cycle"]["seconds"])[args.repeats // 2], 3)
-                    row["peak GB"] = round(meter.peak(found, "cycle") * 2**20 / 1e9, 2)
+                    peak = meter.peak(found, "cycle") * 2**20 / 1e9
+                    row["peak GB"] = "" if math.isnan(peak) else round(peak, 2)  # a CPU's is not known from timed calls
                 rows.append(row)
         del model, streams
     return rows
