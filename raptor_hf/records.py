@@ -45,7 +45,7 @@ class RecordsMixin:
         return self.args.grad_sample_mode if self._method.weights == "adapters" else "reference"
 
     def _records_at_once(self, stream: Stream) -> int | None:
-        """How many records' gradients fit into memory; None for the hooks engine, which holds none."""
+        """How many records' gradients fit into memory; None for the hooks engine: no more than its activations."""
         return None if self.engine == "hooks" else records_at_once(stream.parameters, owned=stream.owned)
 
     def _private_records(self, dataset: Any) -> tuple[Any, Callable]:

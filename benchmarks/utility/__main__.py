@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.utility.console import Progress
-from benchmarks.utility.driver import execute, load_results
+from benchmarks.utility.driver import execute, last_words, load_results
 from benchmarks.utility.report import write_report
 from benchmarks.utility.settings import (
     GROUPS,
@@ -25,6 +25,7 @@ from benchmarks.utility.settings import (
     resolve_names,
     tuned_settings,
 )
+from benchmarks.utility.tasks import TASKS
 
 __all__ = ["main", "make_parser", "plan"]
 
@@ -69,8 +70,15 @@ def plan(args: argparse.Namespace) -> list[Settings]:
     """The runs that the arguments ask for; non-private methods once a seed, at epsilon = inf.
 
     Raises:
-        ValueError: an unknown method, or a budget that is none. KeyError: a method without tuned settings.
+        ValueError: an unknown task or method, a budget that is none, no seed, or a folder that is not there.
+        KeyError: a method without tuned settings.
     """
+    if args.task not in TASKS:
+        raise ValueError(f"`{args.task}` is no task. Choose from {', '.join(TASKS)}.")
+    if args.data_dir is not None and not Path(args.data_dir).is_dir():
+        raise ValueError(f"`--data-dir {args.data_dir}` is no folder. It holds files train*, dev* and public*.")
+    if args.seeds < 1:
+        raise ValueError(f"`--seeds {args.seeds}` asks for no run. Give 1 or more.")
     names = args.methods.split(",") + ["table5"] * args.ablations + ["table1", "table6"] * args.baselines
     epsilons = [float(text) for text in args.epsilons.split(",")]
     given = {name: getattr(args, name) for name in OVERRIDES if getattr(args, name) is not None}
@@ -86,7 +94,7 @@ def plan(args: argparse.Namespace) -> list[Settings]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; 1 when a run failed."""
+    """Run the command; 1 when a run failed or there is nothing to report, 130 when interrupted."""
     parser = make_parser()
     args = parser.parse_args(argv)
     try:
@@ -103,16 +111,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     failed: tuple[str, ...] = ()
     if not args.report_only:
-        with Progress(f"{args.task}, {args.model}") as progress:
-            failed = execute(runs, args.output, jobs=args.jobs, launcher=args.launcher, progress=progress).failed
+        try:
+            with Progress(f"{args.task}, {args.model}") as progress:
+                failed = execute(runs, args.output, jobs=args.jobs, launcher=args.launcher, progress=progress).failed
+        except KeyboardInterrupt:
+            print(f"Interrupted. Finished runs stay in {args.output}; the same command goes on with the others.")
+            return 130
     results = load_results(args.output, [settings.key for settings in runs])
     if results:
         for path in write_report(results, args.output / "report"):
             print(path)
         print((args.output / "report" / "tables.md").read_text(encoding="utf-8"))
+    elif args.report_only:
+        print(f"No result of these {len(runs)} runs is in {args.output}: the settings are part of a run's name.")
     for key in failed:
         print(f"No result: {key}. Its log, or that of its cell's first seed, is in {args.output / 'logs'}.")
-    return 1 if failed else 0
+        if words := last_words(args.output, key):
+            print(f"    {words}")
+    return 1 if failed or not results else 0
 
 
 if __name__ == "__main__":

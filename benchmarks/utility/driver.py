@@ -20,7 +20,7 @@ from typing import Any
 
 from benchmarks.utility.settings import Settings
 
-__all__ = ["Outcome", "execute", "load_results", "seconds_left"]
+__all__ = ["Outcome", "execute", "last_words", "load_results", "seconds_left"]
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -38,6 +38,13 @@ def load_results(output: Path, keys: Sequence[str] | None = None) -> list[dict[s
     paths = sorted((output / "runs").glob("*.json"))
     wanted = None if keys is None else set(keys)
     return [json.loads(p.read_text(encoding="utf-8")) for p in paths if wanted is None or p.stem in wanted]
+
+
+def last_words(output: Path, key: str) -> str:
+    """The last line of a run's log, mostly its error; empty where another seed's log has it, or nothing was said."""
+    path = output / "logs" / f"{key}.log"
+    lines = path.read_text(encoding="utf-8", errors="replace").split("\n") if path.exists() else []
+    return next((line.strip() for line in reversed(lines) if line.strip()), "")
 
 
 def seconds_left(durations: Sequence[float], remaining: int, jobs: int) -> float | None:

@@ -81,7 +81,7 @@ def test_one_command_runs_everything(one_process, tmp_path, capsys):
 
 
 def test_children_measure_time_and_memory(scripts, tmp_path):
-    """Real processes, on a model whose gradients are large enough to be seen in the resident memory."""
+    """Real processes; the peak is what was allocated, to the byte."""
     script = tmp_path / "child.py"
     script.write_text(
         "import sys\nsys.path.insert(0, sys.argv[-1])\nimport argparse, json, meter, torch\n"

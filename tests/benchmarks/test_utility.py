@@ -159,6 +159,35 @@ def test_a_method_not_tuned_on_a_model_takes_the_bundled_models_settings_but_for
     assert planned("switch-base-8")["raptor"] == (0.25, 7, 128)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--task", "cola"], "sst2, qnli"),
+        (["--methods", "raptor,magic"], "monolithic_lora"),
+        (["--task", "sst2", "--data-dir", "/not/there"], "train*"),
+        (["--seeds", "0"], "1 or more"),
+    ],
+)
+def test_a_command_that_asks_for_nothing_there_is_says_so_at_once(tmp_path, capsys, arguments, words):
+    with pytest.raises(SystemExit):
+        main([*arguments, "--output", str(tmp_path / "out")])
+    assert words in capsys.readouterr().err and not (tmp_path / "out").exists()
+
+
+def test_an_interruption_is_no_traceback(tmp_path, capsys, monkeypatch):
+    def interrupted(*_args, **_kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("benchmarks.utility.__main__.execute", interrupted)
+    assert main(["--methods", "raptor", "--output", str(tmp_path / "out")]) == 130
+    assert "same command" in capsys.readouterr().out
+
+
+def test_a_report_of_nothing_says_so(tmp_path, capsys):
+    assert main(["--report-only", "--methods", "raptor", "--output", str(tmp_path / "out")]) == 1
+    assert "No result" in capsys.readouterr().out
+
+
 def test_what_was_never_tuned_is_an_error(tmp_path, capsys):
     path = tmp_path / "tuned.json"
     write_json(path, {"chosen": {"tiny": {}}})

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.utility.console import Progress, format_seconds
-from benchmarks.utility.driver import execute, load_results, seconds_left
+from benchmarks.utility.driver import execute, last_words, load_results, seconds_left
 from benchmarks.utility.files import write_json
 from benchmarks.utility.settings import (
     Settings,
@@ -61,7 +61,8 @@ def test_a_failed_run_costs_no_other_cell(tmp_path):
     bad, good = Settings("rt", "tiny", "shared_only", 8.0, 0), dataclasses.replace(RUN, seed=4)
     outcome = execute([bad, good], tmp_path / "out", jobs=2, launcher=_fake_launcher(tmp_path), poll_seconds=0.05)
     assert outcome.done == (good.key,) and outcome.failed == (bad.key,)
-    assert "no luck" in (tmp_path / "out" / "logs" / f"{bad.key}.log").read_text()
+    assert last_words(tmp_path / "out", bad.key) == "no luck"
+    assert last_words(tmp_path / "out", good.key) == last_words(tmp_path / "out", "never run") == ""
 
 
 def test_two_drivers_do_not_share_a_folder(tmp_path):

@@ -179,6 +179,26 @@ def test_residual_weights_are_constants(mode, stream, dtype, tmp_path):
     assert_close(found, oracle.gradients(RECORDS, list(parameters), owners, weighted=True), TOLERANCE[dtype])
 
 
+@pytest.mark.parametrize("stream", ["shared", "expert"])
+@pytest.mark.parametrize("mode", MODES)
+def test_the_residual_weight_costs_no_forward_pass(mode, stream):
+    model = adapted()
+    passes: list[int] = []
+    model.encoder.block[0].register_forward_hook(lambda *_: passes.append(1))
+    owner = torch.arange(8) % EXPERTS if stream == "expert" else None
+    counts = {}
+    for name, loss_fn in (
+        ("first use", model_loss),
+        ("plain", model_loss),
+        ("weighted", residual_weighted(model_loss)),
+    ):
+        passes.clear()
+        parameters = stream_parameters(model)[stream]
+        per_sample_gradients(model, collate(RECORDS), parameters, mode=mode, loss_fn=loss_fn, owner=owner)
+        counts[name] = len(passes)
+    assert counts["weighted"] == counts["plain"] == (len(RECORDS) if mode == "reference" else 1)
+
+
 @pytest.mark.parametrize(("gamma", "loss"), [(0.0, 0.3), (0.5, 0.3), (1.0, 0.3), (2.0, 1.7), (1.0, 0.0), (1.0, 40.0)])
 def test_residual_weight_formula(gamma, loss):
     value = torch.tensor(loss, dtype=torch.float64, requires_grad=True)

@@ -121,6 +121,16 @@ def test_trained_adapters_do_not_change_the_map():
     assert torch.equal(model(**batch).logits, before), "the adapters must be on again"
 
 
+def test_the_forward_pass_stops_at_the_protected_layer():
+    model, called = tiny_model(), []
+    for path, module in model.named_modules():
+        module.register_forward_pre_hook(lambda _m, _args, path=path: called.append(path))
+    owner_map(model, tiny_records(8, shortest=3), 1, data_collator=collate, batch_size=8)
+    assert "encoder.block.1.layer.0.SelfAttention.q" in called
+    below = ("encoder.block.1.layer.1.mlp.experts", "encoder.block.2", "encoder.block.3", "encoder.final", "score")
+    assert not any(path.startswith(below) for path in called)
+
+
 def test_train_mode_draws_nothing_and_is_given_back():
     records = tiny_records(40)
     model = tiny_model(dropout_rate=0.5, router_jitter_noise=0.5).train()
