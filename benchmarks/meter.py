@@ -15,6 +15,7 @@ import csv
 import gc
 import itertools
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -140,7 +141,8 @@ def in_children(script: str, arguments: Sequence[str], device: str) -> Any:
         for kind in ("time",) if device.startswith("cuda") else ("time", "memory"):
             raw = Path(folder) / f"{kind}.json"
             command = [sys.executable, script, *arguments, "--device", device, "--measure", kind, "--raw", str(raw)]
-            subprocess.run(command, check=True)
+            quiet = {"KINETO_LOG_LEVEL": "6", **os.environ}  # else the profiler prints two lines for every call
+            subprocess.run(command, check=True, env=quiet)
             found[kind] = json.loads(raw.read_text())
     return _with_peaks(found["time"], found.get("memory", found["time"]))
 
