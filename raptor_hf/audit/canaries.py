@@ -115,10 +115,10 @@ def draw_canaries(
     included = entropy.coins(count) < 0.5
     missing = int((~included).sum())
     wanted = count - len(alone)
-    if len(crowd) < wanted + missing:
+    if len(crowd) < wanted + count:  # for the worst coins: a refusal that hangs on the coins would bias them
         raise PrivacyConfigError(
             f"{count} canaries were asked for, and {len(candidates)} candidates given",
-            f"{wanted + missing} are needed whose owner has real records too, and there are {len(crowd)}",
+            f"{wanted + count} are needed whose owner has real records too, and there are {len(crowd)}",
             "Ask for fewer canaries, or give more candidates",
         )
     chosen = crowd[:wanted] + alone

@@ -27,6 +27,11 @@ _STRUCTURE = """
 
 Weights must not be quantized: GPT-OSS is loaded with `quantization_config=Mxfp4Config(dequantize=True)`.
 
+On CUDA (compute capability 8.0 or more) the products of stacked experts are PyTorch's grouped ones, as they are in
+transformers by default; `model.set_experts_implementation("eager")` turns them off. This has not been run on a GPU yet.
+Elsewhere, and for separate experts (Switch), it is one product an expert
+([benchmarks](../benchmarks/README.md#grouped-products)).
+
 ## Told by structure
 
 A model of any other type is accepted when its routed experts are decorated with `use_experts_implementation` of
