@@ -7,12 +7,12 @@ import math
 
 import pytest
 import torch
-from dp_accounting.pld import privacy_loss_distribution
 from opacus.accountants import PRVAccountant
 
 from raptor_hf import SwitchTransformersForSequenceClassification
 from raptor_hf.assets import tiny_switch_path
 from raptor_hf.methods import METHODS
+from tests.accountants import pld_epsilon
 from tests.helpers import tiny_records
 from tests.trainer.build import make_trainer
 
@@ -25,17 +25,6 @@ ABLATIONS = {
 }
 CASES = [(name, name, {}) for name in METHODS] + [(name, "raptor", changes) for name, changes in ABLATIONS.items()]
 N, B, DELTA = 24, 8, 1e-3
-
-
-@functools.cache
-def dp_accounting_epsilon(mechanisms: tuple[tuple[float, float, int], ...]) -> float:
-    total = None
-    for sigma, rate, steps in mechanisms:
-        one = privacy_loss_distribution.from_gaussian_mechanism(
-            sigma, sampling_prob=rate, value_discretization_interval=1e-3
-        ).self_compose(steps)
-        total = one if total is None else total.compose(one)
-    return total.get_epsilon_for_delta(DELTA)
 
 
 @functools.cache
@@ -70,6 +59,7 @@ def test_two_cycles(method, changes):
     assert len(mechanisms) == (1 if one else 2)
     assert {(rate, steps) for _, rate, steps in mechanisms} == {(B / N, 2)}
     assert 0.98 * 4.0 < statement.epsilon_spent <= 4.0, "the whole budget, and no more"
-    assert dp_accounting_epsilon(mechanisms) <= statement.epsilon_spent * 1.002
-    for found in (dp_accounting_epsilon(mechanisms), opacus_epsilon(mechanisms)):
+    tight = pld_epsilon(mechanisms, DELTA)
+    assert tight <= statement.epsilon_spent * 1.002
+    for found in (tight, opacus_epsilon(mechanisms)):
         assert math.isclose(found, statement.epsilon_spent, rel_tol=0.02)

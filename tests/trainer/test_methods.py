@@ -9,13 +9,13 @@ import math
 
 import pytest
 import torch
-from dp_accounting.pld import privacy_loss_distribution
 from peft import PeftModel, get_peft_model_state_dict
 from safetensors.torch import load_file
 
 from raptor_hf import PrivacyConfigError, PrivacyStatement, find_moe_layout
 from raptor_hf.methods import METHODS
 from raptor_hf.moe.weights import train_weights
+from tests.accountants import pld_epsilon
 from tests.helpers import EXPERTS, SPARSE, tiny_config, tiny_model, tiny_records
 from tests.trainer.build import assert_refused, fix_draws, make_config, make_trainer, perturb_adapters, run
 from tests.trainer.oracle import LAYER, load_peft, loss_of, owners
@@ -220,17 +220,6 @@ def test_a_method_goes_on_from_a_checkpoint(tmp_path, method):
 
 
 # ---- Statements ----
-
-
-def pld_epsilon(mechanisms, delta: float) -> float:
-    """The composition by dp-accounting's privacy loss distributions."""
-    total = None
-    for sigma, rate, steps in mechanisms:
-        one = privacy_loss_distribution.from_gaussian_mechanism(
-            sigma, sampling_prob=rate, value_discretization_interval=1e-3
-        ).self_compose(steps)
-        total = one if total is None else total.compose(one)
-    return total.get_epsilon_for_delta(delta)
 
 
 PRIVATE = [name for name, method in METHODS.items() if method.private]
