@@ -27,7 +27,9 @@ for key in keys:
     if "shared_only" in key:
         sys.exit("no luck")
     (output / "runs").mkdir(exist_ok=True)
-    (output / "runs" / f"{key}.json").write_text(json.dumps({"key": key, "seconds": 2.0}))
+    whole = output / f"{key}.part"  # the driver reads a result as soon as it is there
+    whole.write_text(json.dumps({"key": key, "seconds": 2.0}))
+    whole.replace(output / "runs" / f"{key}.json")
 """
 
 
