@@ -20,6 +20,7 @@ COMMANDS: dict[str, str] = {
     "epsilon": "epsilon of given noise multipliers",
     "check": "look in a model, or the one of a training configuration, for what would break the guarantee",
     "audit": "attack what a configuration trains: shadow models, or canaries against the claimed epsilon",
+    "export": "make a folder that may be published from a training output folder",
     "verify": "check a release, in a folder or on the Hub: files, adapters, epsilon, card",
     "scrub-check": "list what every file of a training output folder would leak",
 }

@@ -214,6 +214,10 @@ def _check_target(target: Path, source: Any) -> None:
             "It holds training state beside the adapter",
             "Give a new folder",
         )
+    if target.exists() and not target.is_dir():
+        raise ReleaseError(
+            f"The file `{target.name}` was given as `path`", "A release is a folder", "Give a new folder"
+        )
     held = {item.name for item in target.iterdir()} if target.is_dir() else set()
     foreign = sorted(held - contents.ALLOWED - contents.HUB_FILES - {".git"})
     if foreign:

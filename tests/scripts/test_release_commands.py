@@ -1,7 +1,9 @@
-"""`raptor-hf verify` and `raptor-hf scrub-check`: exit codes and what they print."""
+"""`raptor-hf export`, `verify` and `scrub-check`: exit codes, what they print and what `export` writes."""
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 import json
 
 import pytest
@@ -10,7 +12,8 @@ from raptor_hf import ReleaseError, export_release, load_release, verify_release
 from raptor_hf.cli import main
 from raptor_hf.hub import scrub_check
 from raptor_hf.hub.contents import ALLOWED
-from raptor_hf.scripts import verify
+from raptor_hf.hub.model_card import CardOptions
+from raptor_hf.scripts import export, verify
 from tests.hub.build import BASE, copy, edit_json, trained
 
 
@@ -27,6 +30,59 @@ def trainer(tmp_path_factory):
 @pytest.fixture(scope="module")
 def release(trainer, tmp_path_factory):
     return export_release(trainer, tmp_path_factory.mktemp("release") / "adapter", **BASE)
+
+
+NAMED = ["--base-model", BASE["base_model"], "--base-revision", BASE["base_revision"]]
+
+
+def test_export_makes_the_release_of_the_function(trainer, tmp_path, capsys):
+    flags = ["--labels", "bad", "so so", "good", "--license", "mit", "--metrics", "accuracy=0.75", "macro f1=0.5",
+             "--metrics-dataset", "Other films", "--tags", "films", "english", "--notes", "For tests."]  # fmt: skip
+    assert main(["export", trainer.args.output_dir, str(tmp_path / "made"), *NAMED, *flags]) == 0
+    assert "(1.491, 0.0304)-differentially private" in capsys.readouterr().out
+    expected = export_release(
+        trainer.args.output_dir, tmp_path / "expected", labels=["bad", "so so", "good"], license="mit",
+        notes="For tests.", metrics={"accuracy": 0.75, "macro f1": 0.5}, metrics_dataset="Other films",
+        tags=["films", "english"], **BASE,
+    )  # fmt: skip
+    made = {path.name: path.read_bytes() for path in (tmp_path / "made").iterdir()}
+    assert made == {path.name: path.read_bytes() for path in expected.iterdir()}
+    assert main(["verify", str(tmp_path / "made"), "--require-private"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "flags", "words"),
+    [
+        ("{output}", "{output}", [], ("training output folder itself", "Give a new folder")),
+        ("{tmp}/none", "{tmp}/made", [], ("adapter", "save_model")),
+        ("{output}", "{tmp}/made", ["--notes", "seen in /home/alice/data"], ("local path", "export again")),
+        ("{output}", "{tmp}/made", ["--labels", "one"], ("1 labels", "3 outputs")),
+        ("{output}", "{tmp}/file", [], ("`file`", "A release is a folder")),
+    ],
+)
+def test_export_refuses_and_writes_nothing(trainer, tmp_path, source, target, flags, words, capsys):
+    (tmp_path / "file").write_text("x")
+    before = sorted(tmp_path.rglob("*"))
+    paths = [text.format(output=trainer.args.output_dir, tmp=tmp_path) for text in (source, target)]
+    assert main(["export", *paths, *NAMED, *flags]) == 2
+    printed = capsys.readouterr()
+    assert printed.err.startswith("raptor-hf export: ") and not printed.out
+    assert all(word in printed.err for word in words)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_export_has_a_flag_for_everything_that_the_function_takes():
+    flags = {action.dest for action in export.make_parser()._actions} - {"help", "directory", "release"}
+    named = {n for n, p in inspect.signature(export_release).parameters.items() if p.kind is p.KEYWORD_ONLY}
+    assert flags == named | {field.name for field in dataclasses.fields(CardOptions)}
+    assert all(action.help for action in export.make_parser()._actions)
+
+
+@pytest.mark.parametrize("text", ["accuracy", "=0.5", "accuracy=", "accuracy=good", "accuracy=nan"])
+def test_export_wants_metrics_with_values(text, capsys):
+    with pytest.raises(SystemExit) as ended:
+        export.main(["out", "release", "--metrics", text])
+    assert ended.value.code == 2 and "--metrics" in capsys.readouterr().err
 
 
 def test_verify_a_true_release(release, capsys):
