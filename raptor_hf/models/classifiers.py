@@ -9,6 +9,10 @@ Example:
 
 from __future__ import annotations
 
+from functools import wraps
+from typing import Any
+
+import torch
 from transformers import AutoModel, AutoModelForSequenceClassification, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GenericForSequenceClassification
 from transformers.models.aria.modeling_aria import AriaTextConfig, AriaTextPreTrainedModel
@@ -43,6 +47,17 @@ __all__ = [
 ]
 
 
+class _Classifier(GenericForSequenceClassification):
+    """transformers' generic classifier, also in float64, which the default of its experts (`grouped_mm`) lacks."""
+
+    @wraps(GenericForSequenceClassification.forward)  # whoever asks which inputs it takes gets the true answer
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        # from now on, not for this call alone: checkpointed activations are computed again in the backward pass
+        if self.dtype == torch.float64 and self.config._experts_implementation == "grouped_mm":
+            self.set_experts_implementation("eager")
+        return super().forward(*args, **kwargs)
+
+
 def _classifier(
     name: str, family: str, pretrained: type[PreTrainedModel], config: type[PreTrainedConfig]
 ) -> type[PreTrainedModel]:
@@ -56,7 +71,7 @@ def _classifier(
         # transformers reads the class's own file for the answer, and the experts are in the family's
         "_can_set_experts_implementation": classmethod(lambda _cls: pretrained._can_set_experts_implementation()),
     }
-    made = type(name, (GenericForSequenceClassification, pretrained), body)
+    made = type(name, (_Classifier, pretrained), body)
     # exist_ok: without it, registering a class of one's own on a native config is silently ignored
     AutoModelForSequenceClassification.register(config, made, exist_ok=True)
     return made
