@@ -8,7 +8,7 @@ class, and the privacy arguments.
         --num_train_epochs 20 --learning_rate 1e-3 --output_dir outputs/sst2 --do_train --do_eval
 
     python examples/run_glue.py --model_name_or_path tiny-switch --train_file private.csv --validation_file test.csv \
-        --target_epsilon 8 --output_dir outputs/mine --do_train --do_eval
+        --class_names negative positive --target_epsilon 8 --output_dir outputs/mine --do_train --do_eval
 """
 
 from __future__ import annotations
@@ -56,6 +56,9 @@ class ScriptArguments:
     public_file: str | None = field(default=None, metadata={"help": "Public records, to choose the layer on."})
     sentence1_key: str | None = field(default=None, metadata={"help": "Text column of the files."})
     sentence2_key: str | None = field(default=None, metadata={"help": "Second text column of the files."})
+    class_names: list[str] | None = field(
+        default=None, metadata={"help": "All labels that the files can have; their number and names are published."}
+    )
     max_seq_length: int = field(default=128, metadata={"help": "Longer records are cut, in tokens."})
     max_train_samples: int | None = field(default=None, metadata={"help": "Train on the first so many records."})
     max_eval_samples: int | None = field(default=None, metadata={"help": "Evaluate on the first so many records."})
@@ -96,24 +99,25 @@ def main() -> None:
         keys = (args.sentence1_key or text[0], args.sentence2_key)
     else:
         raise SystemExit("Give --task_name or --train_file.")
-    label_list = (
-        raw["train"].features["label"].names
-        if hasattr(raw["train"].features["label"], "names")
-        else sorted(set(raw["train"]["label"]))
-    )
+    named = hasattr(raw["train"].features["label"], "names")
+    label_list = raw["train"].features["label"].names if named else args.class_names
+    if label_list is None:
+        # the head's size is published: it must not tell which labels occur in the private records
+        raise SystemExit("Name the labels that the files can have: --class_names negative positive")
     label_ids = {label: index for index, label in enumerate(label_list)}
 
     # Model
     name = str(tiny_switch_path()) if args.model_name_or_path == "tiny-switch" else args.model_name_or_path
     tokenizer = AutoTokenizer.from_pretrained(name)
-    model = AutoModelForSequenceClassification.from_pretrained(name, num_labels=len(label_list), dtype=torch.float32)
+    model = AutoModelForSequenceClassification.from_pretrained(
+        name, num_labels=len(label_list), id2label=dict(enumerate(label_list)), label2id=label_ids, dtype=torch.float32
+    )
 
     def preprocess(rows):
         texts = [rows[key] for key in keys if key is not None]
         result = tokenizer(*texts, max_length=args.max_seq_length, truncation=True)
         if "label" in rows:
-            named = hasattr(raw["train"].features["label"], "names")
-            result["labels"] = rows["label"] if named else [label_ids[label] for label in rows["label"]]
+            result["labels"] = rows["label"] if named else [label_ids[str(label)] for label in rows["label"]]
         return result
 
     encoded = raw.map(preprocess, batched=True, remove_columns=raw["train"].column_names)

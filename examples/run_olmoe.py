@@ -108,7 +108,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     else:
         task = tokenize_task(load_task(data), tokenizer, data.max_seq_length)
         train, evaluation, public = task.train, task.evaluation, task.public
-        model = load_model(args, tokenizer, num_labels=len(task.labels))
+        model = load_model(args, tokenizer, **task.head)
         collator, metrics = DataCollatorWithPadding(tokenizer), classification_metrics()
 
     trainer = RaptorTrainer(

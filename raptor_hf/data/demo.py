@@ -14,6 +14,8 @@ import re
 import sys
 from pathlib import Path
 
+ROTTEN_TOMATOES_CLASSES = ("negative", "positive")
+
 _BREAK = re.compile(r"<br\s*/?>")
 _SENTENCE_END = re.compile(r"(?<=[.!?])\s+(?=[\"'(A-Z0-9])")
 _SPACE = re.compile(r"\s+")

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from datasets import Dataset, DatasetDict, load_dataset
+from datasets import ClassLabel, Dataset, DatasetDict, Features, Value, load_dataset
 
-from raptor_hf.data.demo import imdb_sentences, rotten_tomatoes
+from raptor_hf.data.demo import ROTTEN_TOMATOES_CLASSES, imdb_sentences, rotten_tomatoes
 from raptor_hf.errors import PrivacyConfigError
 
 __all__ = ["DataArguments", "TextTask", "load_splits", "load_task", "tokenize_task"]
@@ -35,6 +36,13 @@ class DataArguments:
     text_column: str | None = field(default=None, metadata={"help": "Column of the text; default: the first of text."})
     text_pair_column: str | None = field(default=None, metadata={"help": "Column of the second text, if any."})
     label_column: str = field(default="label", metadata={"help": "Column of the label (int or text)."})
+    class_names: list[str] | None = field(
+        default=None,
+        metadata={
+            "help": "All classes, in the order of their numbers, where the records do not declare them (`ClassLabel`). "
+            "Their number and names are published with the head."
+        },
+    )
     max_seq_length: int = field(default=128, metadata={"help": "Longer records are cut, in tokens."})
     max_train_samples: int | None = field(default=None, metadata={"help": "Use only the first so many records."})
     max_eval_samples: int | None = field(default=None, metadata={"help": "Evaluate on the first so many records."})
@@ -42,13 +50,19 @@ class DataArguments:
 
 @dataclass(frozen=True)
 class TextTask:
-    """A task: its splits (None where missing), text columns and label names."""
+    """A task: its splits (None where missing), text columns and class names (public)."""
 
     train: Dataset
     evaluation: Dataset | None
     public: Dataset | None
     text_columns: tuple[str, ...]
     labels: list[str]
+
+    @property
+    def head(self) -> dict[str, Any]:
+        """Options of `from_pretrained` for a classifier with a named output for each class."""
+        names = dict(enumerate(self.labels))
+        return {"num_labels": len(names), "id2label": names, "label2id": {name: i for i, name in names.items()}}
 
 
 def _read(path: str | None) -> Dataset | None:
@@ -89,16 +103,23 @@ def load_splits(name: str, config_name: str | None = None, *, instead: str) -> D
         ) from error
 
 
-def load_task(args: DataArguments) -> TextTask:
-    """Load the splits and give every record an integer `label`.
+def load_task(args: DataArguments, *, undeclared: bool = False) -> TextTask:
+    """Load the splits and give every record the number of its class as `labels`.
+
+    The classes are those that the training set's schema (`ClassLabel`) or `class_names` declares. Which labels occur in
+    private records is private, and a head with one output for each of them would tell.
+
+    Args:
+        undeclared: count the classes in the records where nothing declares them. For looks that release nothing.
 
     Raises:
-        PrivacyConfigError: no training data, or a column that does not exist.
+        PrivacyConfigError: no training data, a column that does not exist, classes that are not declared, or a label
+            that is none of them.
     """
     evaluation = public = None
     if args.dataset_name == _DEMO:
-        rows, test = rotten_tomatoes()
-        train, evaluation = Dataset.from_list(rows), Dataset.from_list(test)
+        schema = Features({"text": Value("string"), "label": ClassLabel(names=list(ROTTEN_TOMATOES_CLASSES))})
+        train, evaluation = (Dataset.from_list(rows, features=schema) for rows in rotten_tomatoes())
         public = Dataset.from_list([{"text": text} for text in imdb_sentences(2_000)])
     elif args.dataset_name is not None:
         splits = load_splits(args.dataset_name, args.dataset_config_name, instead="or files (`train_file`)")
@@ -120,11 +141,12 @@ def load_task(args: DataArguments) -> TextTask:
                 f"The records have {', '.join(train.column_names)}",
                 "Set `text_column`, `text_pair_column` and `label_column`",
             )
-    labels = _label_names(train, args.label_column)
+    labels = _classes(train, args.label_column, args.class_names, undeclared)
     train, evaluation = (_with_labels(d, args.label_column, labels) for d in (train, evaluation))
     if public is not None and args.label_column in public.column_names:
         # labels of the same classes can choose settings; those of another task are no labels here
-        same = {str(value) for value in _label_names(public, args.label_column)} <= set(labels)
+        number = _numbering(public.features[args.label_column], labels)
+        same = None not in map(number, public[args.label_column])
         public = _with_labels(public, args.label_column, labels) if same else public.remove_columns(args.label_column)
     return TextTask(
         _first(train, args.max_train_samples), _first(evaluation, args.max_eval_samples), public, columns, labels
@@ -138,28 +160,74 @@ def _text_column(dataset: Dataset) -> str:
     return "text"
 
 
-def _label_names(dataset: Dataset, column: str) -> list[str]:
-    feature = dataset.features[column]
-    if hasattr(feature, "names"):
-        return list(feature.names)
-    return [str(value) for value in sorted(set(dataset[column]))]
+def _declared(feature: Any) -> list[str] | None:
+    """The class names of a column's schema."""
+    return list(feature.names) if isinstance(feature, ClassLabel) else None
+
+
+def _classes(train: Dataset, column: str, given: Sequence[str] | None, undeclared: bool) -> list[str]:
+    """The names of the classes, in the order of their numbers."""
+    declared = _declared(train.features[column])
+    if given is not None and len(set(given)) != len(given):
+        raise PrivacyConfigError(
+            f"`class_names={list(given)}` was given",
+            "A name that stands twice would be two outputs of the head",
+            "Name every class once",
+        )
+    if declared is not None:
+        if given is not None and list(given) != declared:
+            raise PrivacyConfigError(
+                f"`class_names={list(given)}` was given",
+                f"The column `{column}` declares {declared}, and its numbers are in that order",
+                "Leave `class_names` out; names for publication can be given at the export",
+            )
+        return declared
+    if given is not None:
+        return list(given)
+    if undeclared:
+        return [str(value) for value in sorted(set(train[column]))]
+    raise PrivacyConfigError(
+        f"Nothing declares the classes of the column `{column}`: it is no `ClassLabel`, and `class_names` is not set",
+        "The head has an output for each class, and its size is published: counted from the private records it would "
+        "tell whether a class occurs among them, even in one record",
+        "Name all classes there can be, in the order of their numbers, e.g. `class_names: [negative, positive]` or "
+        "`--class_names negative positive`",
+    )
+
+
+def _numbering(feature: Any, classes: Sequence[str]) -> Callable[[Any], int | None]:
+    """value of a label column -> number of its class; None for none of them.
+
+    A schema's own numbers are read by their names, other integers as numbers of classes (or as names, where the classes
+    have integers as names), everything else as names. Only the schema decides which.
+    """
+    known = {name: number for number, name in enumerate(classes)}
+    own = _declared(feature)
+    if own is not None:
+        return lambda value: known.get(own[value]) if value is not None and 0 <= value < len(own) else None
+    if "int" in str(getattr(feature, "dtype", "")) and not any(_is_integer(name) for name in classes):
+        return lambda value: value if value is not None and 0 <= value < len(classes) else None
+    return lambda value: None if value is None else known.get(str(value))
+
+
+def _is_integer(text: str) -> bool:
+    return text.removeprefix("-").isdecimal()
 
 
 def _with_labels(dataset: Dataset | None, column: str, labels: list[str]) -> Dataset | None:
     if dataset is None:
         return None
-    known = {name: index for index, name in enumerate(labels)}
-    named = hasattr(dataset.features[column], "names")
+    number = _numbering(dataset.features[column], labels)
 
     def encode(row: dict[str, Any]) -> dict[str, int]:
-        value = row[column]
-        if not named and str(value) not in known:
+        found = number(row[column])
+        if found is None:
             raise PrivacyConfigError(
-                "An evaluation record has a label that no training record has",
-                "The head has one output for each label of the training set",
-                "Use splits with the same labels",
+                "A record has a label that is none of the classes",
+                f"The head has one output for each of the {len(labels)} declared classes",
+                "Correct the label, or declare its class",
             )
-        return {"labels": int(value) if named else known[str(value)]}
+        return {"labels": found}
 
     return dataset.map(encode, remove_columns=[column])
 

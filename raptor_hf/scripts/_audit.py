@@ -155,4 +155,4 @@ class Records:
 
     def model(self) -> tuple[Any, Any]:
         """A fresh base model and its tokenizer."""
-        return load_model(self.model_args, len(self.raw.labels))
+        return load_model(self.model_args, **self.raw.head)

@@ -171,6 +171,12 @@ def _convert(name: str, value: Any, action: argparse.Action) -> Any:
     """
     if action.nargs == "+" and value is not None:
         items = value if isinstance(value, list) else [value]
+        if action.type is str and any(isinstance(item, bool) for item in items):
+            raise PrivacyConfigError(
+                f"`{name}: {value!r}` is in the configuration file",
+                "YAML reads a bare yes, no, on, off, true or false as a truth value, and a name was asked for",
+                f'Write it in quotes, e.g. `{name}: ["no", "yes"]`',
+            )
         return [_convert_one(name, item, action) for item in items]
     return _convert_one(name, value, action)
 

@@ -51,7 +51,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     model_args, data_args, engine = _settings(args)
     has_data = data_args.train_file is not None or data_args.dataset_name is not None
-    task = load_task(data_args) if has_data else None
+    # nothing is trained or released from a file of flags; one of `raptor-hf train` must hold up as it stands
+    task = load_task(data_args, undeclared=args.data is not None) if has_data else None
     # a head of any weights: what is checked does not depend on them
     model, tokenizer = load_model(
         model_args, 2 if task is None else max(2, len(task.labels)), ignore_mismatched_sizes=True

@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     task = load_task(DataArguments(dataset_name="rotten_tomatoes_demo", max_train_samples=args.train_size))
     assert task.public is not None  # the demo has a public corpus
     task = replace(task, public=task.public.select(range(min(args.public_size, len(task.public)))))
-    model, tokenizer = load_model(ModelArguments(), len(task.labels))
+    model, tokenizer = load_model(ModelArguments(), **task.head)
     trainer, metrics = run(model, tokenizer, tokenize_task(task, tokenizer, max_length=64), config)
     selection = trainer.layer_selection
     plot = Path(args.output_dir) / "routing_table.png"

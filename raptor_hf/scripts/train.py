@@ -5,14 +5,17 @@ Every field of `RaptorConfig`, `DataArguments` and `ModelArguments` is a flag an
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from raptor_hf.config import RaptorConfig
 from raptor_hf.data import DataArguments, TextTask, classification_metrics, load_task, tokenize_task
 from raptor_hf.errors import RaptorError, UnsupportedModelError
+from raptor_hf.hub.contents import WEIGHTS
 from raptor_hf.scripts import _config
 from raptor_hf.scripts._summary import print_summary
 
@@ -44,7 +47,7 @@ def load_model(args: ModelArguments, num_labels: int, **more: Any) -> tuple[Any,
     """The base classifier and its tokenizer.
 
     Args:
-        more: further options of `from_pretrained` of the model.
+        more: further options of `from_pretrained` of the model, such as the classes' names (`TextTask.head`).
 
     Raises:
         UnsupportedModelError: there is no such model, or none that can be loaded.
@@ -105,10 +108,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     model_args, data_args, args = _config.parse_dataclasses(TYPES, arguments, prog=PROG)
     task = load_task(data_args)
-    model, tokenizer = load_model(model_args, len(task.labels))
+    model, tokenizer = load_model(model_args, **task.head)
     task = tokenize_task(task, tokenizer, data_args.max_seq_length)
     trainer, metrics = run(model, tokenizer, task, args)
     print_summary(trainer, metrics)
+    if trainer.privacy_statement().private and (Path(args.output_dir) / WEIGHTS).is_file():
+        command = ["raptor-hf", "export", args.output_dir, "RELEASE", "--labels", *task.labels]
+        print(f"to publish the adapter: {shlex.join(command)}")
     return 0
 
 

@@ -32,6 +32,10 @@ def test_run_glue_on_local_files(tmp_path, monkeypatch, capsys):
     }
     flags = [text for key, value in arguments.items() for text in (f"--{key}", str(value))]
     monkeypatch.setattr(sys, "argv", ["run_glue.py", *flags, "--do_train", "--do_eval"])
+    with pytest.raises(SystemExit, match="--class_names"):
+        runpy.run_path(str(ROOT / "examples" / "run_glue.py"), run_name="__main__")
+    flags += ["--class_names", "0", "1"]
+    monkeypatch.setattr(sys, "argv", ["run_glue.py", *flags, "--do_train", "--do_eval"])
     runpy.run_path(str(ROOT / "examples" / "run_glue.py"), run_name="__main__")
     assert "differentially private" in capsys.readouterr().out
     assert 0 <= json.loads((tmp_path / "out" / "eval_results.json").read_text())["eval_accuracy"] <= 1

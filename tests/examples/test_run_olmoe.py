@@ -27,6 +27,7 @@ def test_run(objective, ownership, tmp_path, capsys):
         [
             "--model_name_or_path", "tiny-random", "--objective", objective, "--ownership", ownership,
             "--train_file", str(records), "--validation_file", str(held_out), "--max_seq_length", "12",
+            "--class_names", "neg", "pos",
             "--shared_noise_multiplier", "1", "--expert_noise_multiplier", "1", "--max_steps", "1",
             "--output_dir", str(tmp_path / "out"), "--use_cpu", "--report_to", "none", "--disable_tqdm", "True",
         ]

@@ -162,6 +162,7 @@ def test_public_addresses_and_plain_words_are_not_mistaken(trainer, tmp_path):
 def test_labels_are_written_once_given(trainer, tmp_path):
     made = export_release(trainer, tmp_path / "made", labels=["bad", "so so", "good"], **BASE)
     assert json.loads((made / "release.json").read_text())["task"]["labels"] == ["bad", "so so", "good"]
+    assert "in order: `bad`, `so so`, `good`." in (made / "README.md").read_text()
     assert_refused(lambda: export_release(trainer, tmp_path / "x", labels=["one"], **BASE), ReleaseError, "labels")
 
 

@@ -39,6 +39,7 @@ def config(tmp_path):
         f"""
 train_file: {tmp_path}/train.csv
 validation_file: {tmp_path}/test.csv
+class_names: [n, p]
 output_dir: {tmp_path}/never
 max_seq_length: 24
 target_epsilon: 2

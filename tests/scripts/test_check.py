@@ -81,6 +81,10 @@ def test_a_configuration_file_gives_model_and_data(saved, tmp_path, capsys):
     data = write(tmp_path / "data.jsonl", [{"text": "a good film", "label": 0}, {"text": "bad", "label": 1}])
     settings = dict(output_dir=tmp_path / "out", model_name_or_path=saved(), train_file=data, grad_sample_mode="hooks")
     path = configuration(tmp_path / "c.yaml", target_epsilon=1, **settings)
+    assert cli.main(["check", path]) == 2
+    assert "class_names" in capsys.readouterr().err  # training would refuse it too
+    settings["class_names"] = "[bad, good]"
+    path = configuration(tmp_path / "c.yaml", target_epsilon=1, **settings)
     assert cli.main(["check", path]) == 0
     printed = capsys.readouterr().out
     assert "first 2 records" in printed and "hooks engine" in printed

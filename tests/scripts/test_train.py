@@ -2,11 +2,15 @@
 
 import csv
 import json
+import shlex
 
 import pytest
+from transformers import pipeline
 
-from raptor_hf import PrivacyConfigError
+from raptor_hf import PrivacyConfigError, cli, load_release
+from raptor_hf.data import DataArguments, load_task
 from raptor_hf.scripts import train
+from tests.trainer.build import assert_refused
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
@@ -31,6 +35,7 @@ def files(tmp_path):
 train_file: {tmp_path}/train.csv
 validation_file: {tmp_path}/test.csv
 public_file: {tmp_path}/public.tsv
+class_names: [neg, pos]
 output_dir: {tmp_path}/out
 max_seq_length: 32
 target_epsilon: 2
@@ -51,6 +56,40 @@ def test_trains_from_files_and_the_command_line_wins(files, capsys):
     assert statement["target_epsilon"] == 3 and statement["shared"]["steps_taken"] == 2
     assert json.loads((files / "out" / "adapter_config.json").read_text())["r"] == 4
     assert "epsilon spent" in capsys.readouterr().out
+
+
+def test_the_release_of_a_run_has_the_names_of_the_classes(files, capsys):
+    """The command that the run prints, as it stands."""
+    assert train.main([str(files / "config.yaml"), "--max_steps", "1"]) == 0
+    line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("to publish"))
+    command = shlex.split(line.partition(": ")[2].replace("RELEASE", str(files / "release")))
+    assert command[0] == "raptor-hf" and cli.main(command[1:]) == 0
+    assert "The head's outputs, in order: `neg`, `pos`." in (files / "release" / "README.md").read_text()
+    classify = pipeline("text-classification", model=load_release(files / "release"), tokenizer=str(files / "release"))
+    assert classify([GOOD])[0]["label"] in ("neg", "pos")
+
+
+def test_a_trained_model_names_its_outputs(files):
+    """What `push_to_hub` and `export_release(trainer)` publish, and pipelines of the trainer's model show."""
+    task = load_task(DataArguments(train_file=str(files / "train.csv"), class_names=["neg", "pos", "mixed"]))
+    model, _ = train.load_model(train.ModelArguments(), **task.head)
+    assert model.config.id2label == {0: "neg", 1: "pos", 2: "mixed"} and model.config.label2id["mixed"] == 2
+    assert model.score.out_features == 3  # of records that have two
+
+
+def test_classes_that_nobody_declared_are_refused(files):
+    text = (files / "config.yaml").read_text().replace("class_names: [neg, pos]\n", "")
+    (files / "config.yaml").write_text(text)
+    message = assert_refused(
+        lambda: train.main([str(files / "config.yaml")]), PrivacyConfigError, "class_names", "ClassLabel", "published"
+    )
+    assert "pos" not in message.replace("positive", "") and not (files / "out").exists()
+
+
+def test_a_bare_no_of_yaml_is_no_name(files):
+    text = (files / "config.yaml").read_text().replace("[neg, pos]", "[no, yes]")
+    (files / "config.yaml").write_text(text)
+    assert_refused(lambda: train.main([str(files / "config.yaml")]), PrivacyConfigError, "class_names", "quotes")
 
 
 def test_noise_in_the_place_of_the_budget_of_the_file(files):
@@ -87,16 +126,3 @@ def test_public_file_that_shares_a_record_is_refused(files):
     _write(files / "public.tsv", [(f"{BAD}  number 0", "neg"), ("the plot", "neg")], delimiter="\t")
     with pytest.raises(PrivacyConfigError, match="shares at least one record"):
         train.main([str(files / "config.yaml")])
-
-
-def test_public_records_keep_labels_of_the_same_classes(tmp_path):
-    from raptor_hf.data import DataArguments, load_task
-
-    train, same, other = (tmp_path / f"{name}.csv" for name in ("train", "same", "other"))
-    train.write_text("text,label\na b,good\nc d,bad\n")
-    same.write_text("text,label\ne f,good\ng h,good\n")
-    other.write_text("text,label\ne f,sports\ng h,politics\n")
-    task = load_task(DataArguments(train_file=str(train), public_file=str(same)))
-    assert list(task.public["labels"]) == [task.labels.index("good")] * 2
-    task = load_task(DataArguments(train_file=str(train), public_file=str(other)))
-    assert task.public.column_names == ["text"]
