@@ -15,7 +15,7 @@ from benchmarks.utility.settings import VARIANTS
 from benchmarks.utility.verify import verify_result
 from raptor_hf.analysis import plot_accuracy_vs_epsilon
 
-__all__ = ["Cell", "markdown_table", "monotonicity_notes", "plot", "summarise", "write_report"]
+__all__ = ["Cell", "csv_text", "markdown_table", "monotonicity_notes", "plot", "summarise", "write_report"]
 
 RUN_FIELDS = (
     "task", "model", "variant", "epsilon", "seed", "accuracy", "eval_loss", "epsilon_spent", "epsilon_opacus", "delta",
@@ -130,7 +130,7 @@ def _run_row(result: Mapping[str, Any]) -> dict[str, Any]:
     return {name: values[name] for name in RUN_FIELDS}
 
 
-def _csv(rows: Sequence[Mapping[str, Any]], fields: Sequence[str]) -> str:
+def csv_text(rows: Sequence[Mapping[str, Any]], fields: Sequence[str]) -> str:
     text = io.StringIO()
     writer = csv.DictWriter(text, fields, lineterminator="\n")
     writer.writeheader()
@@ -165,7 +165,7 @@ def write_report(results: Sequence[dict[str, Any]], output: Path) -> list[Path]:
     output.mkdir(parents=True, exist_ok=True)
     rows = sorted((_run_row(r) for r in results), key=lambda row: tuple(str(row[f]) for f in RUN_FIELDS[:5]))
     paths = [output / name for name in ("runs.csv", "summary.csv", "tables.md")]
-    paths[0].write_text(_csv(rows, RUN_FIELDS), encoding="utf-8")
+    paths[0].write_text(csv_text(rows, RUN_FIELDS), encoding="utf-8")
     fields = ("task", "model", "variant", "epsilon", "mean", "standard_error", "runs", "sampling_error")
     order = list(VARIANTS)
     summary = [
@@ -176,7 +176,7 @@ def write_report(results: Sequence[dict[str, Any]], output: Path) -> list[Path]:
         ))
         for cell, c in sorted(cells.items(), key=lambda item: (*item[0][:2], order.index(item[0][2]), item[0][3]))
     ]  # fmt: skip
-    paths[1].write_text(_csv(summary, fields), encoding="utf-8")
+    paths[1].write_text(csv_text(summary, fields), encoding="utf-8")
     sections = []
     for task, model in sorted({cell[:2] for cell in cells}):
         of_task = [r for r in results if (r["settings"]["task"], r["settings"]["model"]) == (task, model)]

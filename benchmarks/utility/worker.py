@@ -8,6 +8,7 @@ at all, and a run that has one is not repeated.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
@@ -16,7 +17,7 @@ import resource
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ from raptor_hf.analysis import plot_routing_table
 from raptor_hf.data import TextTask, classification_metrics, tokenize_task
 from raptor_hf.moe import check_disjoint
 
-__all__ = ["main", "routing", "run"]
+__all__ = ["base_model", "main", "prepared_task", "routing", "run", "trained"]
 
 
 @functools.lru_cache(maxsize=1)
@@ -42,6 +43,18 @@ def _task(name: str, data_dir: str | None, sizes: tuple, model: str, max_length:
     task = load(name, data_dir=data_dir, train_size=sizes[0], eval_size=sizes[1], public_size=sizes[2])
     _, tokenizer = load_base_model(model, len(task.labels))
     return tokenize_task(task, tokenizer, max_length)
+
+
+def prepared_task(settings: Settings) -> TextTask:
+    """The task of a run, tokenized; made once for all runs of a process that share it."""
+    sizes = (settings.train_size, settings.eval_size, settings.public_size)
+    return _task(settings.task, settings.data_dir, sizes, settings.model, settings.max_length)
+
+
+def base_model(settings: Settings, task: TextTask) -> tuple[Any, Any]:
+    """The base model of a run, on the GPU if there is one, and its tokenizer."""
+    model, tokenizer = load_base_model(settings.model, len(task.labels), settings.dtype)
+    return model.to("cuda" if torch.cuda.is_available() else "cpu"), tokenizer
 
 
 def _layer_file(settings: Settings, cache: Path) -> Path:
@@ -76,13 +89,11 @@ def routing(settings: Settings, output: Path) -> Path:
     Raises:
         ValueError: the task has no public corpus.
     """
-    sizes = (settings.train_size, settings.eval_size, settings.public_size)
-    task = _task(settings.task, settings.data_dir, sizes, settings.model, settings.max_length)
+    task = prepared_task(settings)
     if task.public is None:
         raise ValueError(f"`{settings.task}` has no public corpus. Put one into the data folder as public*.tsv.")
-    model, tokenizer = load_base_model(settings.model, len(task.labels), settings.dtype)
-    model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
-    _layer(settings, task, model, tokenizer, output / "routing")
+    model, tokenizer = base_model(settings, task)
+    _layer(settings, task, model.eval(), tokenizer, output / "routing")
     path = _layer_file(settings, output / "routing")
     found = json.loads(path.read_text(encoding="utf-8"))
     plot_routing_table(found["table"], path.with_suffix(".png"), chosen=found["layer"])
@@ -112,14 +123,12 @@ def _config(settings: Settings, layer: str, folder: str) -> RaptorConfig:
     )  # fmt: skip
 
 
-def run(settings: Settings, output: Path) -> dict[str, Any]:
-    """Train and evaluate once; the result with its checked privacy statement."""
-    began, cpu = time.perf_counter(), time.process_time()
-    sizes = (settings.train_size, settings.eval_size, settings.public_size)
-    task = _task(settings.task, settings.data_dir, sizes, settings.model, settings.max_length)
+@contextlib.contextmanager
+def trained(settings: Settings, output: Path) -> Iterator[RaptorTrainer]:
+    """The trainer of one run after training; its folder, and all that training wrote, is gone afterwards."""
+    task = prepared_task(settings)
     set_seed(settings.seed)
-    model, tokenizer = load_base_model(settings.model, len(task.labels), settings.dtype)
-    model.to("cuda" if torch.cuda.is_available() else "cpu")
+    model, tokenizer = base_model(settings, task)
     layer = _layer(settings, task, model, tokenizer, output / "routing")
     set_seed(settings.seed)
     with tempfile.TemporaryDirectory() as folder:
@@ -132,8 +141,16 @@ def run(settings: Settings, output: Path) -> dict[str, Any]:
             compute_metrics=classification_metrics(),
         )
         trainer.train()
-        metrics = trainer.evaluate()
-        statement = trainer.privacy_statement()
+        yield trainer
+
+
+def run(settings: Settings, output: Path) -> dict[str, Any]:
+    """Train and evaluate once; the result with its checked privacy statement."""
+    began, cpu = time.perf_counter(), time.process_time()
+    with trained(settings, output) as trainer:
+        metrics, statement = trainer.evaluate(), trainer.privacy_statement()
+        trainable = sum(p.numel() for p in trainer.model.parameters() if p.requires_grad)
+    task = prepared_task(settings)
     return {
         "key": settings.key,
         "settings": settings.to_dict(),
@@ -141,7 +158,7 @@ def run(settings: Settings, output: Path) -> dict[str, Any]:
         "eval_loss": metrics["eval_loss"],
         "epsilon": verify(statement, settings, len(task.train)),
         "protected_layer": statement.protected_layer,
-        "trainable": sum(p.numel() for p in model.parameters() if p.requires_grad),
+        "trainable": trainable,
         "train_records": len(task.train),
         "eval_records": len(task.evaluation or ()),
         "seconds": round(time.perf_counter() - began, 2),

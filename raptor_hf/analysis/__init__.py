@@ -17,6 +17,7 @@ from raptor_hf.analysis.diagnostics import (
     ownership_drift,
     role_diagnostics,
 )
+from raptor_hf.analysis.joint import JointDiagnostics, joint_diagnostics
 from raptor_hf.analysis.plots import (
     plot_accuracy_vs_epsilon,
     plot_budget_sweep,
@@ -43,6 +44,7 @@ __all__ = [
     "ExpertDiagnostics",
     "ExpertError",
     "GradientOptions",
+    "JointDiagnostics",
     "NoiseCosts",
     "NoiseSensitivity",
     "OptimalSplit",
@@ -52,6 +54,7 @@ __all__ = [
     "corpus_size_study",
     "expert_diagnostics",
     "expert_error",
+    "joint_diagnostics",
     "noise_sensitivity",
     "optimal_split",
     "owners_by_layer",

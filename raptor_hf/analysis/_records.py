@@ -30,13 +30,16 @@ class GradientOptions:
     """How gradients are taken; the defaults are those of `RaptorConfig`.
 
     Attributes:
-        mode: engine. ownership: rule of the owner map. residual_gamma: exponent of the residual weight in the expert
-            stream (Eq. 22); None: no weight.
+        mode: engine ("reference" where base weights are trained). ownership: rule of the owner map. residual_gamma:
+            exponent of the residual weight in the expert stream (Eq. 22); None: no weight.
+        owners: whether experts are trained by their owners' records (`raptor`, `expert_only`). False: by every record
+            that activates them, with the model's own loss, as methods of one joint block do.
     """
 
     mode: str = "functorch"
     ownership: str = "gate"
     residual_gamma: float | None = 1.0
+    owners: bool = True
 
 
 @contextmanager
@@ -86,17 +89,18 @@ def mean_loss(model: nn.Module, records: Records) -> float:
 def gradients(
     model: nn.Module, records: Records, stream: str, options: GradientOptions
 ) -> Iterator[tuple[dict[str, Any], torch.Tensor | None]]:
-    """Of every micro-batch: per-sample gradients of one stream as training takes them, and the owners (expert stream).
+    """Of every micro-batch: per-sample gradients of one stream as training takes them, and the owners, if it has them.
 
     What is yielded is what `privacy.clipping` takes: tensors (b, *shape) or `RecordGradients`.
     """
     parameters = stream_parameters(model)[stream]
     loss: LossFn = model_loss
     plan = adapter_plan(model)
-    if stream == "expert" and options.residual_gamma is not None:
+    owned = stream == "expert" and options.owners
+    if owned and options.residual_gamma is not None:
         loss = residual_weighted(model_loss, options.residual_gamma)
     for batch in records.batches:
         owner = None
-        if stream == "expert":
+        if owned:
             owner = owner_map(model, iter([batch]), plan.layer, rule=options.ownership).to(batch["labels"].device)
         yield engine_gradients(model, batch, parameters, mode=options.mode, loss_fn=loss, owner=owner), owner

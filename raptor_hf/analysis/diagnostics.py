@@ -157,17 +157,18 @@ def role_diagnostics(
 
     The paper leaves open whose norm it is. Here: of each record's own gradient, before clipping, the mean over the
     records; that is what a single clipping norm acts on (Sec. 4.1). The expert role is the owner's adapter, with the
-    residual weight of the expert stream. Routers are frozen, so their share is zero on both sides.
+    residual weight of the expert stream; without owners (`options.owners`), all experts that the record activates.
+    Frozen routers have a share of zero on both sides.
 
     Args:
-        model: one that went through `attach_adapters`. data: labelled records, or ready batches.
+        model: one that went through `attach_adapters` or `train_weights`. data: labelled records, or ready batches.
         public_data: state that the records are public; the result is private otherwise.
     """
     options = options or GradientOptions()
     records, roles = prepare(model, data, data_collator, batch_size), _role_of(model)
     sums = dict.fromkeys(ROLES, 0.0)
     with evaluation_mode(model):
-        for stream in STREAMS:
+        for stream in (name for name, trained in stream_parameters(model).items() if trained):
             for grads, _ in gradients(model, records, stream, options):
                 for role in ROLES:
                     mine = {name: value for name, value in grads.items() if roles[name] == role}

@@ -166,12 +166,21 @@ def test_a_method_not_tuned_on_a_model_takes_the_bundled_models_settings_but_for
         (["--methods", "raptor,magic"], "monolithic_lora"),
         (["--task", "sst2", "--data-dir", "/not/there"], "train*"),
         (["--seeds", "0"], "1 or more"),
+        (["--model", "switch-base"], "no run could load it. Choose from tiny, switch-base-8, olmoe and minilm"),
+        (["--model", "a/b/c"], "`--model a/b/c` was given"),
+        (["--model", ""], "owner/name"),
     ],
 )
 def test_a_command_that_asks_for_nothing_there_is_says_so_at_once(tmp_path, capsys, arguments, words):
     with pytest.raises(SystemExit):
         main([*arguments, "--output", str(tmp_path / "out")])
     assert words in capsys.readouterr().err and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("model", ["tiny", "minilm", "olmoe", "google/switch-base-8", "folder"])
+def test_a_model_is_a_short_name_an_id_or_a_folder(tmp_path, model):
+    name = str(tmp_path) if model == "folder" else model
+    assert {settings.model for settings in _planned(tmp_path, "--model", name, "--methods", "raptor")} == {name}
 
 
 def test_an_interruption_is_no_traceback(tmp_path, capsys, monkeypatch):
