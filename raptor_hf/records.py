@@ -45,8 +45,11 @@ class RecordsMixin:
         return self.args.grad_sample_mode if self._method.weights == "adapters" else "reference"
 
     def _records_at_once(self, stream: Stream) -> int | None:
-        """How many records' gradients fit into memory; None for the hooks engine: no more than its activations."""
-        return None if self.engine == "hooks" else records_at_once(stream.parameters, owned=stream.owned)
+        """How many records' gradients fit into memory; None: what is formed takes no more than the activations do."""
+        formed = stream.parameters
+        if self.engine == "hooks":  # it forms the owners' slices; of other tensors small ones, or none
+            formed = {name: formed[name] for name in stream.owned}
+        return records_at_once(formed, owned=stream.owned) if formed else None
 
     def _private_records(self, dataset: Any) -> tuple[Any, Callable]:
         """The training set without columns the model does not take, and its collator."""

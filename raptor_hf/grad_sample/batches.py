@@ -40,9 +40,11 @@ def one_row_a_record(batch: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes that the device has free; for a CPU, the machine."""
+    """Bytes that the device has free for tensors; for a CPU, the machine."""
     if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
+        # what torch keeps of the device and no tensor uses counts as used there
+        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + kept
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 

@@ -212,6 +212,14 @@ def test_how_many_records_fit():
     assert records_at_once({"a": torch.zeros(2**18)}) == pytest.approx(free // 2**22, rel=0.5)
 
 
+def test_memory_that_torch_keeps_for_itself_is_free(monkeypatch):
+    """After a first cycle torch holds most of a GPU; counted as used, it would cut later batches to single records."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device: (3 * 2**30, 80 * 2**30))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _device: 70 * 2**30)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _device: 20 * 2**30)
+    assert free_memory(torch.device("cuda")) == 53 * 2**30
+
+
 def test_cut_keeps_the_order():
     parts = list(cut({"x": torch.arange(5)}, torch.arange(5) * 10, 2))
     assert [part["x"].tolist() for part, _ in parts] == [[0, 1], [2, 3], [4]]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from raptor_hf.grad_sample import batches
 from tests.helpers import collate, tiny_records
 from tests.trainer.build import fix_draws, make_trainer, perturb_adapters, run
 
@@ -62,3 +63,36 @@ def test_the_update_does_not_depend_on_the_cut(engine):
         for other in updates[1:]:
             for name, value in first.items():
                 assert float((other[stream][name] - value).abs().max()) <= 2e-5 * scale, (stream, name)
+
+
+@pytest.mark.parametrize(
+    ("engine", "cut"), [("functorch", {"shared", "expert"}), ("hooks", {"expert"}), ("reference", set())]
+)
+def test_little_memory_changes_no_update(engine, cut, monkeypatch):
+    """`cut`: the streams in which the engine forms gradients of several records at once."""
+    updates, largest = [], []
+    for free in (2**40, 1):
+        monkeypatch.setattr(batches, "free_memory", lambda _device, free=free: free)
+        trainer = make_trainer(
+            RECORDS, per_device_train_batch_size=4, expected_batch_size=8, grad_sample_mode=engine,
+            shared_noise_multiplier=0.0, expert_noise_multiplier=0.0, shared_max_grad_norm=5.0,
+            expert_max_grad_norm=0.05, learning_rate=1.0, seed=1,
+        )  # fmt: skip
+        perturb_adapters(trainer.model)
+        sizes: dict[str, int] = {}
+
+        def look(stream, batch, owner, own=trainer.record_gradients, sizes=sizes):
+            sizes[stream.name] = max(sizes.get(stream.name, 0), len(batch["input_ids"]))
+            return own(stream, batch, owner)
+
+        trainer.record_gradients = look
+        updates.append(run(fix_draws(trainer, [(DRAWN, DRAWN)]))[0])
+        largest.append(sizes)
+    wide, single = {"shared": 4, "expert": 4}, {"shared": 1, "expert": 1}
+    assert largest[0] == (single if engine == "reference" else wide)
+    assert largest[1] == {**largest[0], **{name: 1 for name in cut}}
+    for stream, first in updates[0].items():
+        scale = max(float(value.abs().max()) for value in first.values())
+        assert scale > 1e-4
+        for name, value in first.items():
+            assert float((updates[1][stream][name] - value).abs().max()) <= 2e-5 * scale, (stream, name)
