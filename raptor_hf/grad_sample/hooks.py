@@ -1,9 +1,12 @@
 """The `hooks` engine: one batched forward and backward pass that notes what each record contributes (book-keeping).
 
 In the shared stream every LoRA layer and the head note, in the backward pass, the inputs and output gradients of
-which their per-sample gradients are the outer products. Where a gradient is smaller than those, or little larger, it is
-formed at once, in one product as of a pass without privacy; else norms and clipped sum come from the factors, and the
-gradients are never held. In the expert stream the kernel gives the owner's gradients directly.
+which their per-sample gradients are the outer products. What is held of a tensor until the clip, for all records of the
+micro-batch, is one of two forms: of a (p, q) weight over T tokens either its gradients, p q numbers a record, formed at
+once in one product as of a pass without privacy; or their factors, T (p + q) numbers, from which norms and clipped sum
+come without any gradient. Gradients are held where they are the smaller form, and up to three times the larger, as
+they then cost less to compute with (`cheap_to_form`). In the expert stream the kernel gives the owner's gradients, and
+these are held.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Per-sample gradients of linear maps as sums of outer products: never all formed at once."""
+"""Per-sample gradients of linear maps as sums of outer products: formed, or left as factors (`cheap_to_form`)."""
 
 from __future__ import annotations
 
