@@ -1,4 +1,4 @@
-"""The utility benchmark: what decides a run, its tuning, and the whole command."""
+"""The utility benchmark: what decides a run, and the whole command."""
 
 from __future__ import annotations
 
@@ -19,10 +19,7 @@ from benchmarks.utility.settings import (
     Settings,
     rank_of,
     resolve_names,
-    tuned_settings,
 )
-from benchmarks.utility.tasks import TASKS
-from benchmarks.utility.tune import RATES, STAGES, TRIALS, best, candidates
 from benchmarks.utility.verify import verify_result
 from raptor_hf.config import RaptorConfig
 from tests.benchmarks.runs import RUN
@@ -203,43 +200,6 @@ def test_what_was_never_tuned_is_an_error(tmp_path, capsys):
     with pytest.raises(SystemExit):
         main(["--methods", "raptor", "--tuned", str(path), "--output", str(tmp_path / "out")])
     assert "benchmarks.utility.tune" in capsys.readouterr().err
-
-
-def test_the_shipped_settings_are_the_best_of_their_trials():
-    frozen = json.loads(TUNED_FILE.read_text(encoding="utf-8"))
-    assert set(frozen["chosen"]["tiny"]) == set(GROUPS["all"])
-    for model, chosen in frozen["chosen"].items():
-        trials = frozen["trials"][model]
-        assert len({trials[name]["count"] for name in chosen}) == 1  # no method was tuned more than another
-        for name in chosen:
-            values, rows = tuned_settings(model, name), trials[name]["rows"]
-            Settings("rt", model, name, 8.0 if VARIANTS[name].private else math.inf, 0, **values)
-            assert len({json.dumps(row) for row in rows}) == len(rows) == trials[name]["count"]
-            top = max(rows, key=lambda row: row["accuracy"])
-            assert top["accuracy"] == max(r["accuracy"] for r in rows if all(r[k] == values[k] for k in values))
-    assert frozen["trials"]["tiny"]["raptor"]["count"] == TRIALS
-
-
-# ---- Tuning ----
-
-
-def test_every_method_gets_the_same_number_of_trials():
-    for name in GROUPS["all"]:
-        start = Settings("imdb", "tiny", name, 8.0 if VARIANTS[name].private else math.inf, 0)
-        found = {start_trial.key for stage in STAGES for start_trial in candidates(stage, start)}
-        first = {s.key for s in candidates("learning_rate", start)}
-        assert len(found) == TRIALS and len(first) == len(RATES), name
-
-
-def test_a_trial_never_reads_the_private_task():
-    start = Settings("imdb", "tiny", "raptor", 8.0, 0)
-    assert {s.task for stage in STAGES for s in candidates(stage, start)} == {"imdb"}
-    assert "labelled_imdb" not in TASKS  # the public stand-in has one name
-
-
-def test_the_best_trial_is_the_most_accurate_then_the_one_of_smaller_loss():
-    rows = [{"accuracy": a, "eval_loss": b} for a, b in ((0.6, 0.5), (0.7, 0.9), (0.7, 0.8), (0.1, 0.1))]
-    assert best(rows) == rows[2]
 
 
 # ---- All of it ----
