@@ -4,8 +4,9 @@
 
 A Switch of width 128 (4 blocks, 2 of them sparse, E = 8; b = 8 records of T = 64 tokens, r = 16) of which one number at
 a time is changed. `batch` is the logical batch of whole cycles (micro-batches of b, clipped sums, noise, AdamW); the
-other axes are one micro-batch of each stream. Slopes are those of log time and log memory against the log of the
-number: 1 is proportional, 0 does not grow. How it is measured: `meter.py`.
+other axes are one micro-batch of each stream, with Opacus's two ways on the shared stream beside it (`peers.py`).
+Slopes are those of log time and log memory against the log of the number: 1 is proportional, 0 does not grow. How it is
+measured: `meter.py`.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import meter
 import numpy as np
 import torch
 from jobs import Records, attach, switch
+from peers import peers
 from variants import SAME, cycle, passes
 
 DEFAULT = {"batch": 0, "micro-batch": 8, "tokens": 64, "rank": 16, "experts": 8, "layers": 4}
@@ -32,10 +34,13 @@ AXES: dict[str, list[int]] = {
     "experts": [4, 8, 16, 32],
     "layers": [2, 4, 8, 16],
 }
-ENGINES = ("functorch", "hooks")
+ENGINES = ("functorch", "hooks", "reference")
+DRAWN = ("functorch", "hooks")
 
 
-def runs_of(axis: str, value: int, width: int, device: torch.device) -> dict[str, Callable[[], None]]:
+def runs_of(
+    axis: str, value: int, width: int, device: torch.device, *, with_peers: bool
+) -> dict[str, Callable[[], object]]:
     """ "stream/variant" -> what to measure with `axis` at `value`."""
     torch.manual_seed(0)
     at = {**DEFAULT, axis: value}
@@ -44,7 +49,11 @@ def runs_of(axis: str, value: int, width: int, device: torch.device) -> dict[str
     model, streams = attach(base, at["rank"])
     records = Records.draw(base, at["batch"] or at["micro-batch"], at["tokens"], device)
     if axis != "batch":
-        return passes(model, streams, records, ENGINES)
+        table: dict[str, Callable[[], object]] = {**passes(model, streams, records, ENGINES)}
+        if with_peers:
+            found, _ = peers(base, records, at["rank"])
+            table |= {f"shared/{name}": run for name, run in found.items()}
+        return table
     engines = {SAME: None, **{engine: engine for engine in ENGINES}}
     return {
         f"cycle/{name}": cycle(model, streams, records, at["micro-batch"], engine) for name, engine in engines.items()
@@ -103,7 +112,7 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
     panels = figure.subplots(2, len(axes), squeeze=False)
     for column, axis in enumerate(axes):
         for stream, style in (("cycle", "-o"), ("expert", ":s")) if axis == "experts" else (("cycle", "-o"),):
-            for index, variant in enumerate((SAME, *ENGINES)):
+            for index, variant in enumerate((SAME, *DRAWN)):
                 mine = [r for r in rows if (r["axis"], r["stream"], r["variant"]) == (axis, stream, variant)]
                 for panel, name in zip(panels[:, column], ("ms", "peak MB"), strict=True):
                     label = variant if stream == "cycle" else f"{variant}, expert stream"
@@ -123,6 +132,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--axes", nargs="+", default=list(AXES), choices=list(AXES))
     parser.add_argument("--points", type=int, default=99, help="the smallest values of each axis only")
     parser.add_argument("--width", type=int, default=128)
+    parser.add_argument("--no-peers", action="store_true")
     args = parser.parse_args(arguments)
     values = {axis: AXES[axis][: args.points] for axis in args.axes}
     if args.measure:  # in a child process
@@ -130,7 +140,7 @@ def main(arguments: list[str] | None = None) -> None:
         memory = args.measure == "memory"
 
         def found_at(axis: str, value: int) -> meter.Samples:
-            runs = runs_of(axis, value, args.width, device)
+            runs = runs_of(axis, value, args.width, device, with_peers=not args.no_peers)
             return meter.interleaved(runs, 1 if memory else args.repeats, device, memory=memory)
 
         found = {axis: {value: found_at(axis, value) for value in values[axis]} for axis in values}
@@ -139,6 +149,7 @@ def main(arguments: list[str] | None = None) -> None:
     rows = []
     for axis in values:
         options = ["--axes", axis, "--points", str(args.points), "--width", str(args.width)]
+        options += ["--no-peers"] * args.no_peers
         found = meter.in_children(__file__, [*options, "--repeats", str(args.repeats)], args.device)[axis]
         rows += [row for value, samples in found.items() for row in rows_of(axis, int(value), samples)]
         if args.output:
