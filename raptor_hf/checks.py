@@ -274,12 +274,14 @@ def check_sizes(
     *,
     batch_from: str = "",
     target_delta: float | None = None,
+    private: bool = True,
 ) -> None:
     """Refuse B > n, and a public n that is not the number of records.
 
     Args:
         batch_from: from which arguments B was computed, when it was not given.
         target_delta: None: delta is n^-1.1; a large one gives a warning.
+        private: whether the run has a guarantee, and so a delta.
     """
     if len(dataset) != dataset_size:
         raise PrivacyConfigError(
@@ -294,7 +296,7 @@ def check_sizes(
             "The sampling rate p = B / n cannot exceed 1",
             f"{'Set' if batch_from else 'Lower'} `expected_batch_size` to the number of records or less, or add some",
         )
-    if target_delta is None and (text := large_delta(default_delta(dataset_size), dataset_size)):
+    if private and target_delta is None and (text := large_delta(default_delta(dataset_size), dataset_size)):
         warnings.warn(text, stacklevel=3)
 
 

@@ -150,7 +150,7 @@ class RaptorTrainer(RecordsMixin, EvaluationMixin, HubMixin, Trainer):
             self._choose_from_public()
             check_sizes(
                 train_dataset, args.dataset_size or len(train_dataset), self.expected_batch_size,
-                batch_from=args.batch_from, target_delta=args.target_delta,
+                batch_from=args.batch_from, target_delta=args.target_delta, private=self._method.private,
             )  # fmt: skip
             check_collator(
                 self._collate, [self._records[i] for i in range(min(2, len(self._records)))], self.label_names

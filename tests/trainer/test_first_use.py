@@ -14,6 +14,7 @@ from transformers.utils import logging
 from raptor_hf import PrivacyConfigError
 from raptor_hf.checks import check_batch
 from raptor_hf.limits import Limits, class_count
+from raptor_hf.methods import METHODS
 from raptor_hf.validate import large_delta
 from tests.helpers import tiny_model, tiny_records
 from tests.trainer.build import assert_refused, fix_draws, make_trainer
@@ -71,6 +72,14 @@ def test_a_large_default_delta_is_said():
         warnings.filterwarnings("error", message="The default delta")
         make_trainer(target_delta=1e-5)
     assert not large_delta(1e-3, 600)
+
+
+@pytest.mark.parametrize("method", [m.name for m in METHODS.values() if not m.private])
+def test_a_run_without_privacy_has_no_delta_to_speak_of(method):
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        make_trainer(method=method, shared_noise_multiplier=None, expert_noise_multiplier=None)
+    assert any("NOT private" in str(w.message) for w in said) and not any("delta" in str(w.message) for w in said)
 
 
 # ---- A schedule that had ended ----
