@@ -41,12 +41,14 @@ def loss_of(model: PeftModel, record: dict) -> torch.Tensor:
     return -torch.log_softmax(logits, -1)[record["labels"]]
 
 
-def record_gradient(model: PeftModel, record: dict, owner: int | None, weighted: bool = True) -> dict:
+def record_gradient(
+    model: PeftModel, record: dict, owner: int | None, weighted: bool = True, gamma: float = 1.0
+) -> dict:
     """Gradient of one record's loss: of the shared tensors, or of its owner's with the residual weight."""
     chosen = {n: p for n, p in model.named_parameters() if p.requires_grad and stream_of(n) == owner}
     loss = loss_of(model, record)
     if owner is not None and weighted:
-        loss = (1 - math.exp(-loss.item())) * loss
+        loss = (1 - math.exp(-loss.item())) ** gamma * loss
     found = torch.autograd.grad(loss, list(chosen.values()), allow_unused=True)
     return {n: torch.zeros_like(p) if g is None else g for (n, p), g in zip(chosen.items(), found, strict=True)}
 
@@ -59,10 +61,10 @@ class HandTrainer:
     """Plain SGD on the released gradients without noise (Eqs. 7 to 9, 22)."""
 
     def __init__(self, folder: str, records: Sequence[dict], *, batch: int, norms: tuple[float, float],
-                 rates: tuple[float, float], weighted: bool = True):  # fmt: skip
+                 rates: tuple[float, float], weighted: bool = True, gamma: float = 1.0):  # fmt: skip
         self.model, self.records = load_peft(folder), records
         self.owners = owners(records)
-        self.batch, self.norms, self.rates, self.weighted = batch, norms, rates, weighted
+        self.batch, self.norms, self.rates, self.weighted, self.gamma = batch, norms, rates, weighted, gamma
         self.seen: dict[str, list[float]] = {"shared": [], "expert": []}
 
     def cycle(self, shared: Iterable[int], expert: Iterable[int]) -> None:
@@ -73,7 +75,7 @@ class HandTrainer:
         total = {n: torch.zeros_like(p) for n, p in self.model.named_parameters() if p.requires_grad}
         for i in drawn:
             owner = None if stream == "shared" else self.owners[i]
-            gradient = record_gradient(self.model, self.records[i], owner, self.weighted)
+            gradient = record_gradient(self.model, self.records[i], owner, self.weighted, self.gamma)
             length = size(gradient)
             self.seen[stream].append(length)
             for name, value in gradient.items():

@@ -51,7 +51,8 @@ def test_the_budget_split_is_the_same_whatever_the_private_records_are():
         torch.manual_seed(0)  # the adapters' start
         trainer = make_trainer(tiny_records(64, seed=seed, shortest=4), **settings)
         seeds.append(trainer.args.budget_split)
-        assert 0.05 <= trainer.args.budget_split <= 0.95
+        # a split at a limit would be the same for any records
+        assert 0.06 < trainer.args.budget_split < 0.94
         assert trainer.privacy_statement().epsilon_planned <= 4.0
     assert seeds[0] == seeds[1]
 

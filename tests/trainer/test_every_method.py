@@ -57,6 +57,10 @@ def test_two_cycles(method, changes):
     one = len(METHODS[method].mechanisms) == 1 or changes.get("clipping") == "global"
     mechanisms = tuple((s.noise_multiplier, s.sample_rate, s.steps_taken) for s in statement.streams.values())
     assert len(mechanisms) == (1 if one else 2)
+    # an expert's sum is divided by B / E (Eq. 9), or by B in the ablation; a sum over all records by B
+    expert = B if changes.get("expert_denominator") == "batch" else B / 8
+    stated = {name: stream.denominator for name, stream in statement.streams.items()}
+    assert stated == {name: {"shared": B, "expert": expert}[name] for name in statement.streams}
     assert {(rate, steps) for _, rate, steps in mechanisms} == {(B / N, 2)}
     assert 0.98 * 4.0 < statement.epsilon_spent <= 4.0, "the whole budget, and no more"
     tight = pld_epsilon(mechanisms, DELTA)

@@ -61,6 +61,29 @@ def test_cycles_equal_the_formulas(tmp_path, cycles, engine, weighted):
 
 
 @pytest.mark.parametrize("engine", FAST)
+@pytest.mark.parametrize("gamma", [3.0, 0.5])
+def test_cycles_equal_the_formulas_with_another_exponent_of_the_weight(tmp_path, engine, gamma):
+    """w^gamma by hand (Eq. 22); a bound that no record meets, so that the weight is not clipped away."""
+    norms = (10.0, 10.0)
+    trainer = noiseless(grad_sample_mode=engine, residual_gamma=gamma, expert_max_grad_norm=norms[1])
+    start = weights_file(trainer, tmp_path / "start")
+    hand, plain = (
+        HandTrainer(tmp_path / "start", RECORDS, batch=BATCH, norms=norms, rates=RATES, gamma=exponent)
+        for exponent in (gamma, 1.0)
+    )
+    for draw in DRAWS:
+        hand.cycle(*draw)
+        plain.cycle(*draw)
+    trainer.train()
+    expected, other = hand.state(), plain.state()
+    assert_same(weights_file(trainer, tmp_path / "end"), expected, start)
+    experts = [name for name in start if ".experts." in name]
+    gap = norm({name: expected[name] - other[name] for name in experts})
+    moved = norm({name: expected[name] - start[name] for name in experts})
+    assert gap > 0.1 * moved, "the exponent makes no difference here: a blind test"
+
+
+@pytest.mark.parametrize("engine", FAST)
 def test_the_expert_step_uses_the_updated_shared_parameters(tmp_path, engine):
     draws = [([0, 1, 2, 3], range(16))]
     alternating, still = (noiseless(draws=draws, learning_rate=lr, grad_sample_mode=engine) for lr in (5.0, 1e-9))
