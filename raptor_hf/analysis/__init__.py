@@ -1,7 +1,7 @@
 """What the paper says about utility: formulas (`theory`, `budget`), measurements, and plots of both.
 
-`diagnostics` measures on private records, and its results are private. `suggest`, `corpus_size` and the routing table
-are for a public corpus.
+`diagnostics`, `joint` and `drift` take records that are declared public, and others in runs of `research_diagnostics`
+only. `suggest`, `corpus_size` and the routing table are for a public corpus.
 """
 
 from raptor_hf.analysis.budget import NoiseCosts, OptimalSplit, optimal_split
@@ -17,6 +17,7 @@ from raptor_hf.analysis.diagnostics import (
     ownership_drift,
     role_diagnostics,
 )
+from raptor_hf.analysis.drift import OwnershipDriftCallback
 from raptor_hf.analysis.joint import JointDiagnostics, joint_diagnostics
 from raptor_hf.analysis.plots import (
     plot_accuracy_vs_epsilon,
@@ -49,6 +50,7 @@ __all__ = [
     "NoiseSensitivity",
     "OptimalSplit",
     "OwnershipDrift",
+    "OwnershipDriftCallback",
     "PublicSensitivities",
     "RoleDiagnostics",
     "corpus_size_study",

@@ -1,16 +1,16 @@
 """Measurements that look into a training run (Apps. B.9, G, H): role mismatch, expert SNR, noise sensitivity, drift.
 
 Privacy:
-    Every result is an exact function of the records given. On the private records it is **private**: it is not covered
-    by the epsilon of any run, must not be released, and a run in which it was looked at must be marked with
-    `RaptorConfig(research_diagnostics=True)`, whose privacy statement then begins "NOT PRIVATE". Results say so in
-    their field `private`, which is False only when the caller states `public_data=True`. `suggest` has those that are
-    meant for a public corpus.
+    Every result is an exact function of the records given. On private records it is **private**: it is not covered by
+    the epsilon of any run and must not be released. So every function here refuses records that were not declared
+    public (`public_data=True`), unless the model belongs to a run of `RaptorConfig(research_diagnostics=True)`, whose
+    privacy statement begins "NOT PRIVATE". Results say what they are in their field `private`. `suggest` has those
+    that are meant for a public corpus.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from raptor_hf.analysis._gate import private_unless
 from raptor_hf.analysis._records import (
     Collator,
     GradientOptions,
@@ -35,6 +36,7 @@ from raptor_hf.analysis.theory import (
     lambda_plus,
     role_mismatch,
 )
+from raptor_hf.errors import PrivacyConfigError
 from raptor_hf.moe.lora import adapter_plan, stream_parameters
 from raptor_hf.moe.ownership import current_owner_map, owner_distribution, owner_map
 from raptor_hf.moe.routing import iterate_batches
@@ -163,7 +165,11 @@ def role_diagnostics(
     Args:
         model: one that went through `attach_adapters` or `train_weights`. data: labelled records, or ready batches.
         public_data: state that the records are public; the result is private otherwise.
+
+    Raises:
+        PrivacyConfigError: records not declared public and no `research_diagnostics`; no labelled records.
     """
+    private = private_unless(public_data, model)
     options = options or GradientOptions()
     records, roles = prepare(model, data, data_collator, batch_size), _role_of(model)
     sums = dict.fromkeys(ROLES, 0.0)
@@ -177,7 +183,7 @@ def role_diagnostics(
     named = dict(model.named_parameters())
     counts = {role: sum(named[name].numel() for name, other in roles.items() if other == role) for role in ROLES}
     norms = {role: total / records.size for role, total in sums.items()}
-    return RoleDiagnostics(role_mismatch(list(norms.values()), list(counts.values())), norms, counts, not public_data)
+    return RoleDiagnostics(role_mismatch(list(norms.values()), list(counts.values())), norms, counts, private)
 
 
 def expert_diagnostics(
@@ -198,7 +204,12 @@ def expert_diagnostics(
     Args:
         noise_multiplier, max_norm: sigma_e and C_e. expected_batch_size: B. dataset_size: n; by default the number of
             records given. With a sample of the dataset, n_e is taken as its share of n.
+        public_data: as in `role_diagnostics`.
+
+    Raises:
+        PrivacyConfigError: as `role_diagnostics`, or numbers that cannot be.
     """
+    private = private_unless(public_data, model)
     options = options or GradientOptions()
     sigma, norm = positive("noise_multiplier", noise_multiplier), positive("max_norm", max_norm)
     batch = positive("expected_batch_size", expected_batch_size)
@@ -234,7 +245,7 @@ def expert_diagnostics(
             dimension=dimension,
         )
     )  # fmt: skip
-    return ExpertDiagnostics(share, mu_squared, trace_sigma, error, snr, *expert_snr_summary(snr), not public_data)
+    return ExpertDiagnostics(share, mu_squared, trace_sigma, error, snr, *expert_snr_summary(snr), private)
 
 
 def noise_sensitivity(
@@ -256,10 +267,14 @@ def noise_sensitivity(
 
     Args:
         stream: "shared" or "expert" (the adapters of all experts of the protected layer together).
-        draws: at least 2. seed: of this noise, which protects nothing.
+        draws: at least 2. seed: of this noise, which protects nothing. public_data: as in `role_diagnostics`.
+
+    Raises:
+        PrivacyConfigError: as `role_diagnostics`.
     """
+    private = private_unless(public_data, model)
     records = prepare(model, data, data_collator, batch_size)
-    return _noise_sensitivity(model, records, stream, noise_std, draws, seed, private=not public_data)
+    return _noise_sensitivity(model, records, stream, noise_std, draws, seed, private=private)
 
 
 @torch.no_grad()
@@ -303,13 +318,36 @@ def ownership_drift(
     """Share of the records whose owner would change if owners were computed by the model as it is now.
 
     The guarantee does not depend on it (owners stay those of the base model); it says how well they still describe
-    which expert a record uses. Records need no labels.
+    which expert a record uses. Records need no labels. `OwnershipDriftCallback` logs it during training.
+
+    Raises:
+        PrivacyConfigError: records not declared public (`public_data`) and no `research_diagnostics`, or a model
+            whose base weights are trained.
     """
-    plan = adapter_plan(model)
+    private = private_unless(public_data, model)
     batches = list(iterate_batches(data, data_collator, batch_size))
-    base = owner_map(model, iter(batches), plan.layer, rule=rule)
+    return drift_from(base_owners(model, batches, rule), model, batches, rule, private=private)
+
+
+def base_owners(model: nn.Module, batches: Sequence[Mapping[str, Any]], rule: str) -> torch.Tensor:
+    """(n,) owners by the base model under the adapters; refuses a model whose base weights are trained."""
+    plan = adapter_plan(model)
+    if plan.weights != "adapters":
+        raise PrivacyConfigError(
+            "Ownership drift of a model whose base weights are trained was asked for",
+            "The base model that gave the owners is gone, and no drift would be found whatever it is",
+            "Measure a method that trains adapters",
+        )
+    return owner_map(model, iter(batches), plan.layer, rule=rule)
+
+
+def drift_from(
+    base: torch.Tensor, model: nn.Module, batches: Sequence[Mapping[str, Any]], rule: str, *, private: bool
+) -> OwnershipDrift:
+    """`ownership_drift` against the owners `base` (n,). For callers that have asked `private_unless`."""
+    plan = adapter_plan(model)
     now = current_owner_map(model, batches, plan.layer, rule)
     experts = plan.protected.num_experts
     mass = (owner_distribution(base, experts) - owner_distribution(now, experts)).abs().sum()
     changed = float((base != now).double().mean()) if len(base) else 0.0
-    return OwnershipDrift(changed, float(mass), len(base), not public_data)
+    return OwnershipDrift(changed, float(mass), len(base), private)

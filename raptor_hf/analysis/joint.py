@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from raptor_hf.analysis._gate import private_unless
 from raptor_hf.analysis._records import Collator, evaluation_mode, prepare
 from raptor_hf.analysis.theory import expert_snr_summary
 from raptor_hf.errors import PrivacyConfigError
@@ -67,8 +68,10 @@ def joint_diagnostics(
         mode: engine, "reference" where base weights are trained. public_data: state that the records are public.
 
     Raises:
-        PrivacyConfigError: no labelled records, or a model whose experts are not trained.
+        PrivacyConfigError: records not declared public and no `research_diagnostics`; no labelled records; a model
+            whose experts are not trained.
     """
+    private = private_unless(public_data, model)
     sigma, norm = positive("noise_multiplier", noise_multiplier), positive("max_norm", max_norm)
     batch = positive("expected_batch_size", expected_batch_size)
     records, plan = prepare(model, data, data_collator, batch_size), adapter_plan(model)
@@ -87,7 +90,7 @@ def joint_diagnostics(
     assert sums is not None  # `prepare` refuses no records
     power, dimension = _by_expert(sums, plan.layout.family, plan.protected)
     snr = (batch / records.size) ** 2 * power / ((sigma * norm) ** 2 * dimension)
-    return JointDiagnostics(snr, *expert_snr_summary(snr), dimension, not public_data)
+    return JointDiagnostics(snr, *expert_snr_summary(snr), dimension, private)
 
 
 def _by_expert(sums: Mapping[str, torch.Tensor], family: MoEFamily, layer: SparseLayer) -> tuple[np.ndarray, int]:

@@ -18,7 +18,9 @@ from raptor_hf.analysis.theory import optimal_budget_split
 from raptor_hf.errors import PrivacyConfigError
 from raptor_hf.moe import attach_adapters, owner_map, stream_parameters
 from raptor_hf.moe.ownership import current_owner_map
+from raptor_hf.moe.weights import train_weights
 from tests import families
+from tests.analysis.build import researched
 from tests.helpers import EXPERTS, SPARSE, brute_owner, collate, stock_dispatch, tiny_model, tiny_records
 
 BLOCK = SPARSE[1]
@@ -70,7 +72,7 @@ def base_owners(records, block=BLOCK) -> list[int]:
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("gamma", [1.0, None])
 def test_role_mismatch_by_hand(mode, gamma):
-    model = adapted()
+    model = researched(adapted())
     owners, shared = base_owners(RECORDS), hand(model, RECORDS, weighted=False)
     expert = hand(model, RECORDS, weighted=gamma is not None)
     norms = {"shared": 0.0, "router": 0.0, "head": 0.0, "expert": 0.0}
@@ -104,7 +106,7 @@ NOISE = {"noise_multiplier": 1.7, "max_norm": 0.4, "expected_batch_size": 5.0}
 
 @pytest.mark.parametrize("mode", MODES)
 def test_expert_diagnostics_by_hand(mode):
-    model = adapted()
+    model = researched(adapted())
     owners, rows = base_owners(RECORDS), hand(model, RECORDS, weighted=True)
     n, p = len(RECORDS), NOISE["expected_batch_size"] / len(RECORDS)
     clip = NOISE["max_norm"]
@@ -144,7 +146,7 @@ def test_expert_diagnostics_by_hand(mode):
 
 def test_a_sample_stands_for_the_dataset():
     """With n given, the sample's shares are scaled to n; p is B / n."""
-    model = adapted()
+    model = researched(adapted())
     whole = diag.expert_diagnostics(model, RECORDS * 3, data_collator=collate, **NOISE)
     part = diag.expert_diagnostics(model, RECORDS, data_collator=collate, dataset_size=len(RECORDS) * 3, **NOISE)
     assert part.snr == pytest.approx(whole.snr, rel=1e-9)
@@ -154,7 +156,7 @@ def test_a_sample_stands_for_the_dataset():
 @pytest.mark.parametrize("change", [{"dataset_size": 0}, {"dataset_size": 4}, {"noise_multiplier": 0.0}])
 def test_impossible_settings_are_refused(change):
     with pytest.raises(PrivacyConfigError, match="must"):
-        diag.expert_diagnostics(adapted(), RECORDS, data_collator=collate, **{**NOISE, **change})
+        diag.expert_diagnostics(researched(adapted()), RECORDS, data_collator=collate, **{**NOISE, **change})
 
 
 def test_mean_loss_is_the_mean_of_the_records_losses():
@@ -227,7 +229,7 @@ def test_noise_sensitivity_is_half_the_mean_curvature(stream):
 
 
 def test_parameters_come_back_when_a_draw_fails(monkeypatch):
-    model = adapted()
+    model = researched(adapted())
     before = copy.deepcopy(model.state_dict())
     calls = []
 
@@ -245,7 +247,7 @@ def test_parameters_come_back_when_a_draw_fails(monkeypatch):
 
 def test_ownership_drift_by_hand():
     """The stock model with the adapters merged into its weights tells where tokens go now."""
-    model = adapted(scale=0.8, block=SPARSE[1])
+    model = researched(adapted(scale=0.8, block=SPARSE[1]))
     merged = tiny_model(torch.float64)
     for name, module in model.named_modules():
         if hasattr(module, "lora_A") and hasattr(module, "base_layer"):
@@ -267,6 +269,13 @@ def test_a_fresh_adapter_does_not_drift():
     model = attach_adapters(tiny_model(), LoraConfig(r=2), BLOCK)
     found = diag.ownership_drift(model, RECORDS, data_collator=collate, public_data=True)
     assert found.changed == found.mass == 0 and not found.private
+
+
+def test_drift_of_trained_base_weights_is_refused():
+    """Their base model is gone: every drift would be measured as zero."""
+    model = train_weights(tiny_model(), "full", BLOCK)
+    with pytest.raises(PrivacyConfigError, match="base weights"):
+        diag.ownership_drift(model, RECORDS, data_collator=collate, public_data=True)
 
 
 # --- what is meant for a public corpus -------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from raptor_hf.errors import PrivacyConfigError
 from raptor_hf.moe import attach_adapters
 from raptor_hf.moe.weights import train_weights
 from tests import families
+from tests.analysis.build import researched
 from tests.helpers import EXPERTS, SPARSE, collate, tiny_model, tiny_records
 
 BLOCK = SPARSE[1]
@@ -74,7 +75,7 @@ def snr_by_hand(rows, part_of) -> tuple[list[float], int, bool]:
 @pytest.mark.parametrize("all_layers", [True, False])
 def test_snr_of_adapters_by_hand(mode, all_layers):
     """`monolithic_lora` (adapters in both sparse layers, those of the protected one measured) and `matched_global`."""
-    model = adapted(all_layers)
+    model = researched(adapted(all_layers))
     rows = by_autograd(model, RECORDS, collate)
     names = [name for name in rows[0] if name.startswith(MLP + "expert_adapters.")]
     others = [name for name in rows[0] if "expert_adapters." in name and name not in names]
@@ -117,7 +118,7 @@ def test_snr_of_stacked_base_weights_by_hand():
         return np.concatenate([row[name][expert].ravel() for name in names])
 
     snr, size, _ = snr_by_hand(rows, part)
-    found = joint_diagnostics(model, items, data_collator=families.collate, mode="reference", **NOISE)
+    found = joint_diagnostics(model, items, data_collator=families.collate, mode="reference", public_data=True, **NOISE)
     assert found.snr == pytest.approx(snr, rel=1e-5) and found.dimension == size
 
 
@@ -140,7 +141,7 @@ def test_roles_without_owners_by_hand(which):
     assert (norms["router"] > 0) == (which == "full") and min(norms["shared"], norms["head"], norms["expert"]) > 0
     mode = "functorch" if which == "adapters" else "reference"
     options = GradientOptions(mode=mode, owners=False)
-    found = role_diagnostics(model, RECORDS, data_collator=collate, batch_size=4, options=options)
+    found = role_diagnostics(model, RECORDS, data_collator=collate, batch_size=4, options=options, public_data=True)
     assert found.norms == pytest.approx(norms, rel=1e-9, abs=1e-12) and found.parameters == counts
     total, size = sum(norms.values()), sum(counts.values())
     assert found.mismatch == pytest.approx(sum(abs(norms[k] / total - counts[k] / size) for k in norms) / 2, rel=1e-9)
@@ -149,7 +150,7 @@ def test_roles_without_owners_by_hand(which):
 def test_a_model_whose_experts_are_frozen_is_refused():
     model = attach_adapters(tiny_model(), LoraConfig(r=2), BLOCK, trains=("shared",))
     with pytest.raises(PrivacyConfigError, match="nothing is trained"):
-        joint_diagnostics(model, RECORDS, data_collator=collate, **NOISE)
+        joint_diagnostics(model, RECORDS, data_collator=collate, public_data=True, **NOISE)
     # what it does train has roles all the same
-    found = role_diagnostics(model, RECORDS, data_collator=collate)
+    found = role_diagnostics(model, RECORDS, data_collator=collate, public_data=True)
     assert found.norms["expert"] == 0 == found.parameters["expert"] and found.norms["head"] > 0
