@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
 
-from raptor_hf.moe.folding import FoldedFunction, OnceDifferentiable, no_autocast
+from raptor_hf.moe.folding import fold, unfold
 
 __all__ = ["FOLDED", "vmappable_attention"]
 
@@ -30,34 +30,23 @@ def _answer(value: bool, *_args: object, **_kwargs: object) -> bool:
     return value
 
 
-class _Fused(FoldedFunction):
+class _Fused(torch.autograd.Function):
     """softmax(s q k^T + mask) v for q, k, v (R, heads, T, d) and a mask (R, 1 or heads, T, T), boolean or additive."""
 
     @staticmethod
-    @no_autocast
     def forward(q, k, v, mask, scale):
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        *tensors, ctx.scale = inputs
-        ctx.save_for_backward(*tensors)
+        """Nothing is kept: only under vmap is there a backward pass."""
 
     @staticmethod
-    def backward(ctx, grad):
-        return *_FusedBackward.apply(grad, *ctx.saved_tensors, ctx.scale), None, None
-
-
-class _FusedBackward(OnceDifferentiable):
-    """The kernel once more, and its own backward pass: which of the kernels ran is the platform's business."""
-
-    @staticmethod
-    @no_autocast
-    def forward(grad, q, k, v, mask, scale):
-        with torch.enable_grad():
-            leaves = [value.detach().requires_grad_() for value in (q, k, v)]
-            out = F.scaled_dot_product_attention(*leaves, attn_mask=mask, scale=scale)
-            return torch.autograd.grad(out, leaves, grad)
+    def vmap(info, in_dims, *args):
+        q, k, v, mask, scale = (fold(value, dim, info.batch_size) for value, dim in zip(args, in_dims, strict=True))
+        # outside of the vmap: autograd follows the kernel, as everywhere else
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
+        return unfold(out, info.batch_size), 0
 
 
 def folded_attention(
@@ -94,7 +83,7 @@ def folded_attention(
     else:
         mask = attention_mask if attention_mask.dtype == torch.bool else attention_mask.to(query.dtype)
         mask = mask.expand(query.shape[0], -1, -1, -1)
-        out = _Fused.apply(query.contiguous(), key.contiguous(), value.contiguous(), mask, scaling)
+        out = _Fused.apply(query, key, value, mask, scaling)
     return out.transpose(1, 2).contiguous(), None
 
 

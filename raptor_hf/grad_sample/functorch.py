@@ -1,4 +1,10 @@
-"""The `functorch` engine: vmap(grad) over the records of a micro-batch."""
+"""The `functorch` engine: `torch.func.vmap` of the loss over the records of a micro-batch, then one backward pass.
+
+Every record has its own row of every parameter: of a view (b, *shape) that repeats the values and copies nothing, or of
+its owner's adapters. vmap computes a record's loss from its own row, so that the derivative of all losses' sum by a row
+is the gradient of that record's loss. In this order (not vmap of `torch.func.grad`) the backward pass is autograd's
+own: it adds in place, and pays no dispatch of `torch.func`.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +12,20 @@ from collections.abc import Mapping
 
 import torch
 from torch import nn
-from torch.func import functional_call, grad, vmap
+from torch.autograd.graph import disable_saved_tensors_hooks
+from torch.func import functional_call, vmap
 from torch.overrides import TorchFunctionMode
 
 from raptor_hf.grad_sample.attention import vmappable_attention
 from raptor_hf.grad_sample.losses import LossFn
-from raptor_hf.grad_sample.owners import adapted_blocks, protected_block
+from raptor_hf.grad_sample.owners import adapted_blocks, frozen, protected_block
+from raptor_hf.grad_sample.record_lora import lora_by_record
 from raptor_hf.moe.block import kernel_mode
 from raptor_hf.moe.experts import AllAdapters, OwnerAdapters
 
 __all__ = ["functorch_gradients"]
+
+_NO_HOOKS = "The functorch engine cannot recompute activations: a second forward pass would run outside of its vmap."
 
 
 def _single(record: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -40,12 +50,15 @@ def functorch_gradients(
 ) -> dict[str, torch.Tensor]:
     """See `per_sample_gradients`. Expert stream: the gradients of each record's owner, (b, *shape[1:])."""
     records = dict(batch)
-    # An outer graph would be recorded for every parameter that requires grad; `grad` works at its own level.
-    with torch.no_grad(), vmappable_attention(model), _BatchedScatter():
+    with (
+        torch.enable_grad(), frozen(model), disable_saved_tensors_hooks(_NO_HOOKS), vmappable_attention(model),
+        _BatchedScatter(),
+    ):  # fmt: skip
         if owner is None:
+            size = next(iter(records.values())).shape[0]
+            rows = {name: p.detach().expand(size, *p.shape).requires_grad_() for name, p in parameters.items()}
             blocks = adapted_blocks(model, parameters)
             of_experts = {name for values in blocks.values() for name in values}
-            primals = {name: p.detach() for name, p in parameters.items()}
 
             def shared_loss(values, record):
                 # the blocks keep their own adapters, as constants; what is differentiated goes to the kernel
@@ -61,15 +74,30 @@ def functorch_gradients(
                 with kernel_mode(model, wanted):
                     return loss_fn(forward, _single(record))
 
-            return vmap(grad(shared_loss), in_dims=(None, 0), randomness="different")(primals, records)
+            with lora_by_record(model, parameters):
+                losses = vmap(shared_loss, randomness="different")(rows, records)
+        else:
+            path, names = protected_block(model, parameters)
+            rows = {name: parameters[name].detach().index_select(0, owner).requires_grad_() for name in names}
 
-        path, names = protected_block(model, parameters)
-        owned = {name: parameters[name].detach().index_select(0, owner) for name in names}
+            def expert_loss(values, record, record_owner):
+                a1, b1, a2, b2 = (values[name].unsqueeze(0) for name in names)
+                owners = {path: OwnerAdapters(record_owner.unsqueeze(0), (a1, b1), (a2, b2))}
+                with kernel_mode(model, owners):
+                    return loss_fn(model, _single(record))
 
-        def expert_loss(values, record, record_owner):
-            a1, b1, a2, b2 = (values[name].unsqueeze(0) for name in names)
-            owners = {path: OwnerAdapters(record_owner.unsqueeze(0), (a1, b1), (a2, b2))}
-            with kernel_mode(model, owners):
-                return loss_fn(model, _single(record))
+            losses = vmap(expert_loss, randomness="different")(rows, records, owner)
+        return _gradients(losses, rows)
 
-        return vmap(grad(expert_loss), in_dims=(0, 0, 0), randomness="different")(owned, records, owner)
+
+def _gradients(losses: torch.Tensor, rows: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Of every record's loss (b,) to its own row of every tensor (b, *shape); zero where it does not reach."""
+    if losses.dim() != 1:
+        raise ValueError(f"The loss of a record has {losses.dim() - 1} dimensions. Return a scalar, one loss a record.")
+    if not losses.requires_grad:
+        return {name: torch.zeros_like(value) for name, value in rows.items()}
+    grads = torch.autograd.grad(losses, list(rows.values()), torch.ones_like(losses), allow_unused=True)
+    return {
+        name: value.new_zeros(value.shape) if g is None else g
+        for (name, value), g in zip(rows.items(), grads, strict=True)
+    }

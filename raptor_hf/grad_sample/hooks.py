@@ -24,7 +24,7 @@ from raptor_hf.errors import UnsupportedModelError
 from raptor_hf.grad_sample.expert_outer import ExpertOuterProducts, NotedPairs
 from raptor_hf.grad_sample.losses import LossFn
 from raptor_hf.grad_sample.outer import OuterProducts, cheap_to_form, outer_products
-from raptor_hf.grad_sample.owners import adapted_blocks, protected_block
+from raptor_hf.grad_sample.owners import adapted_blocks, frozen, protected_block
 from raptor_hf.grad_sample.record_losses import record_losses
 from raptor_hf.moe.block import kernel_mode
 from raptor_hf.moe.experts import AllAdapters, OwnerAdapters
@@ -168,19 +168,6 @@ def _taped(model: nn.Module, parameters: Mapping[str, torch.Tensor], tape: _Tape
             step()
 
 
-@contextmanager
-def _frozen(model: nn.Module) -> Iterator[None]:
-    """No parameter requires grad, so that the backward pass stops where something else does."""
-    trainable = [p for p in model.parameters() if p.requires_grad]
-    for parameter in trainable:
-        parameter.requires_grad_(False)
-    try:
-        yield
-    finally:
-        for parameter in trainable:
-            parameter.requires_grad_(True)
-
-
 def hooks_gradients(
     model: nn.Module,
     batch: Mapping[str, torch.Tensor],
@@ -196,7 +183,7 @@ def hooks_gradients(
     owned = [parameters[name].detach().index_select(0, owner).requires_grad_() for name in names]
     a1, b1, a2, b2 = owned
     owners = {path: OwnerAdapters(owner, (a1, b1), (a2, b2))}
-    with torch.enable_grad(), _frozen(model), kernel_mode(model, owners):
+    with torch.enable_grad(), frozen(model), kernel_mode(model, owners):
         total = record_losses(model, batch, loss_fn).sum()
         grads = torch.autograd.grad(total, owned, allow_unused=True)
     return {

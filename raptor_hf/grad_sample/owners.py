@@ -1,15 +1,16 @@
-"""Which of a model's parameters are adapters of experts: shared by the engines."""
+"""Which of a model's parameters the engines differentiate: adapters of experts, or nothing of the model's own."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
 from torch import nn
 
 from raptor_hf.moe.block import sparse_blocks
 
-__all__ = ["adapted_blocks", "protected_block"]
+__all__ = ["adapted_blocks", "frozen", "protected_block"]
 
 
 def protected_block(model: nn.Module, parameters: Mapping[str, torch.Tensor]) -> tuple[str, list[str]]:
@@ -35,3 +36,16 @@ def adapted_blocks(model: nn.Module, parameters: Mapping[str, torch.Tensor]) -> 
         if not own.keys().isdisjoint(parameters):
             found[path] = {name: parameters.get(name, value.detach()) for name, value in own.items()}
     return found
+
+
+@contextmanager
+def frozen(model: nn.Module) -> Iterator[None]:
+    """No parameter requires grad, so that the backward pass stops where something else does."""
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    for parameter in trainable:
+        parameter.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for parameter in trainable:
+            parameter.requires_grad_(True)

@@ -1,4 +1,4 @@
-"""Frozen routed experts (with constant LoRA) that work under `torch.func.vmap(grad)`.
+"""Frozen routed experts (with constant LoRA) that work under `torch.func.vmap`.
 
 The experts of a sparse layer are applied to (token, expert) pairs grouped by expert, one matrix product an expert.
 Data-dependent grouping has no batching rule, so the layer is an `autograd.Function` with a `vmap` rule of its own:

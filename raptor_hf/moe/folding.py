@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["FoldedFunction", "OnceDifferentiable", "no_autocast"]
+__all__ = ["FoldedFunction", "OnceDifferentiable", "fold", "no_autocast", "unfold"]
 
 
 def no_autocast(function: Callable) -> Callable:
@@ -25,7 +25,7 @@ def no_autocast(function: Callable) -> Callable:
     return plain
 
 
-def _fold(value: Any, dim: int | None, size: int) -> Any:
+def fold(value: Any, dim: int | None, size: int) -> Any:
     """(R, ..) with a vmapped dimension of `size` at `dim` -> (size * R, ..); unbatched values are repeated."""
     if not isinstance(value, torch.Tensor):
         return value
@@ -33,7 +33,7 @@ def _fold(value: Any, dim: int | None, size: int) -> Any:
     return value.reshape(size * value.shape[1], *value.shape[2:])
 
 
-def _unfold(value: torch.Tensor, size: int) -> torch.Tensor:
+def unfold(value: torch.Tensor, size: int) -> torch.Tensor:
     return value.reshape(size, value.shape[0] // size, *value.shape[1:])
 
 
@@ -46,10 +46,10 @@ class FoldedFunction(torch.autograd.Function):
     @classmethod
     def vmap(cls, info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Any, Any]:
         size = info.batch_size
-        out = cls.apply(*(_fold(value, dim, size) for value, dim in zip(args, in_dims, strict=True)))
+        out = cls.apply(*(fold(value, dim, size) for value, dim in zip(args, in_dims, strict=True)))
         if isinstance(out, torch.Tensor):
-            return _unfold(out, size), 0
-        return tuple(_unfold(value, size) for value in out), (0,) * len(out)
+            return unfold(out, size), 0
+        return tuple(unfold(value, size) for value in out), (0,) * len(out)
 
 
 class OnceDifferentiable(FoldedFunction):
