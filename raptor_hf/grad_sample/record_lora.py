@@ -58,11 +58,11 @@ class RecordLora(torch.autograd.Function):
         return grad_out, grad_x, grad_a.to(a.dtype), grad_b.to(b.dtype), None, None, None
 
     @staticmethod
-    def vmap(info: Any, in_dims: Any, base, x, a_rows, b_rows, a, b, scaling):
-        size = info.batch_size
-        flat = [_rows(value, dim, size) for value, dim in zip((base, x, a_rows, b_rows), in_dims, strict=False)]
-        out, inner = RecordLora.apply(*flat, a, b, scaling)
-        shape = base.movedim(in_dims[0], 0).shape if in_dims[0] is not None else (size, *base.shape)
+    def vmap(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Any, Any]:
+        size, (base, *_) = info.batch_size, args
+        flat = [_rows(value, dim, size) for value, dim in zip(args[:4], in_dims[:4], strict=True)]
+        out, inner = RecordLora.apply(*flat, *args[4:])
+        shape = (size, *base.shape) if in_dims[0] is None else base.movedim(in_dims[0], 0).shape
         return (out.view(shape), inner), (0, 0)
 
 
