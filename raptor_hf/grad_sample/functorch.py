@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.autograd.graph import disable_saved_tensors_hooks
 from torch.func import functional_call, vmap
@@ -32,13 +33,30 @@ def _single(record: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {key: value.unsqueeze(0) for key, value in record.items()}
 
 
-class _BatchedScatter(TorchFunctionMode):
-    """`x.scatter_(dim, index, number)` out of place: only that has a batching rule (routers with groups use it)."""
+class _BatchedOperators(TorchFunctionMode):
+    """Operators whose batching rule is missing or wrong.
+
+    * `x.scatter_(dim, index, number)`, in routers with groups: only out of place it has a rule.
+    * An embedding with `padding_idx` whose table is differentiated: the rule looks it up in one table of all records'
+      rows, where that index is the first record's alone, so that a record's gradient would depend on its place.
+    """
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
         if func is torch.Tensor.scatter_:
-            return args[0].copy_(torch.scatter(*args, **(kwargs or {})))
-        return func(*args, **(kwargs or {}))
+            return args[0].copy_(torch.scatter(*args, **kwargs))
+        if func is F.embedding:
+            return _embedding(*args, **kwargs)
+        return func(*args, **kwargs)
+
+
+def _embedding(input: torch.Tensor, weight: torch.Tensor, padding_idx: int | None = None, *args, **kwargs):
+    """`F.embedding`, with the rule of `padding_idx`, no gradient from there, written out."""
+    found = F.embedding(input, weight, None, *args, **kwargs)
+    if padding_idx is None:
+        return found
+    padding = padding_idx if padding_idx >= 0 else weight.shape[0] + padding_idx
+    return torch.where((input == padding).unsqueeze(-1), found.detach(), found)
 
 
 def functorch_gradients(
@@ -49,10 +67,15 @@ def functorch_gradients(
     owner: torch.Tensor | None,
 ) -> dict[str, torch.Tensor]:
     """See `per_sample_gradients`. Expert stream: the gradients of each record's owner, (b, *shape[1:])."""
+    if torch.is_inference_mode_enabled():
+        raise RuntimeError(
+            "Per-sample gradients were asked for in `torch.inference_mode()`. Nothing is recorded there, so that every "
+            "gradient would be zero and training would add noise alone. Leave it; `torch.no_grad()` does no harm."
+        )
     records = dict(batch)
     with (
         torch.enable_grad(), frozen(model), disable_saved_tensors_hooks(_NO_HOOKS), vmappable_attention(model),
-        _BatchedScatter(),
+        _BatchedOperators(),
     ):  # fmt: skip
         if owner is None:
             size = next(iter(records.values())).shape[0]
