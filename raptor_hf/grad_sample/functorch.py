@@ -9,6 +9,7 @@ own: it adds in place, and pays no dispatch of `torch.func`.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -29,6 +30,9 @@ __all__ = ["functorch_gradients"]
 _NO_HOOKS = "The functorch engine cannot recompute activations: a second forward pass would run outside of its vmap."
 
 
+_OUT_OF_PLACE = {torch.Tensor.scatter_: torch.scatter, torch.Tensor.clamp_: torch.clamp}
+
+
 def _single(record: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {key: value.unsqueeze(0) for key, value in record.items()}
 
@@ -36,21 +40,24 @@ def _single(record: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 class _BatchedOperators(TorchFunctionMode):
     """Operators whose batching rule is missing or wrong.
 
-    * `x.scatter_(dim, index, number)`, in routers with groups: only out of place it has a rule.
+    * `x.scatter_(dim, index, number)`, in routers with groups, and `x.clamp_(..)`, in attention (`clip_qkv`): they have
+      a rule out of place only. (Of a copy: what the backward pass keeps must not change.)
     * An embedding with `padding_idx` whose table is differentiated: the rule looks it up in one table of all records'
       rows, where that index is the first record's alone, so that a record's gradient would depend on its place.
     """
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if func is torch.Tensor.scatter_:
-            return args[0].copy_(torch.scatter(*args, **kwargs))
+        if func in _OUT_OF_PLACE:
+            return args[0].copy_(_OUT_OF_PLACE[func](args[0].clone(), *args[1:], **kwargs))
         if func is F.embedding:
             return _embedding(*args, **kwargs)
         return func(*args, **kwargs)
 
 
-def _embedding(input: torch.Tensor, weight: torch.Tensor, padding_idx: int | None = None, *args, **kwargs):
+def _embedding(
+    input: torch.Tensor, weight: torch.Tensor, padding_idx: int | None = None, *args: Any, **kwargs: Any
+) -> torch.Tensor:
     """`F.embedding`, with the rule of `padding_idx`, no gradient from there, written out."""
     found = F.embedding(input, weight, None, *args, **kwargs)
     if padding_idx is None:

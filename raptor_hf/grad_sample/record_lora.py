@@ -35,7 +35,8 @@ class RecordLora(torch.autograd.Function):
         wide = x.to(a.dtype)
         inner = scaling * F.linear(wide, a)
         if base.dtype == inner.dtype == b.dtype:
-            out = torch.addmm(base.flatten(0, -2), inner.flatten(0, -2), b.mT).view_as(base)
+            out = torch.empty(base.shape, dtype=base.dtype, device=base.device)  # no view: models may clamp it in place
+            torch.addmm(base.flatten(0, -2), inner.flatten(0, -2), b.mT, out=out.view(-1, out.shape[-1]))
         else:
             out = base + F.linear(inner, b).to(base.dtype)
         return out, inner

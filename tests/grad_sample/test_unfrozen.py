@@ -41,6 +41,7 @@ MODELS = {
     "switch": switch,
     "olmoe": of("olmoe"),
     "mixtral": of("mixtral"),
+    "clamped in place": of("olmoe", clip_qkv=0.4),
     "tied language model": of("olmoe", "lm", tie_word_embeddings=True),
 }
 
