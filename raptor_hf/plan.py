@@ -95,6 +95,12 @@ def check_untrained(model: nn.Module, ledger: PrivacyLedger) -> None:
         given = "A model was given whose adapters are not at their start: `lora_B` is not zero"
     elif (folder := _trained_base(model)) is not None and not _counted(folder, ledger):
         given = f"The base model `{os.path.basename(os.path.normpath(folder))}` was given, which a run has trained"
+    if other is not None and other.plan.research_diagnostics and not ledger.plan.research_diagnostics:
+        raise PrivacyConfigError(
+            "A model of a run with `research_diagnostics` was given to a run without it",
+            "Its private records may have been measured there, and what was seen would be missing from the statement",
+            "Load the base model again",
+        )
     if given is not None:
         raise PrivacyConfigError(
             given,

@@ -85,6 +85,17 @@ def test_a_private_run_stays_closed_after_training():
     assert_refused(lambda: measure_trained(trainer), PrivacyConfigError, refused)
 
 
+def test_a_model_that_was_open_is_not_given_to_a_private_run():
+    """Before any step too: what was measured on private records would be missing from the second statement."""
+    first = make_trainer(RECORDS, research_diagnostics=True)
+    first.privacy_statement()
+    measure_trained(first)
+    second = make_trainer(RECORDS, model=first.model)
+    assert_refused(second.privacy_statement, PrivacyConfigError, "research_diagnostics", "Load the base model again")
+    again = make_trainer(RECORDS, model=first.model, research_diagnostics=True)
+    assert again.privacy_statement().verdict.startswith("NOT PRIVATE")
+
+
 @pytest.mark.parametrize("when", ["before training", "after training"])
 def test_a_run_of_research_diagnostics_is_open_and_says_so(when):
     trainer = make_trainer(research_diagnostics=True)
