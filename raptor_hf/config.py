@@ -123,7 +123,7 @@ class RaptorConfig(TrainingArguments):
     residual_gamma: float = field(default=1.0, metadata=_help("Exponent of the residual weight."))
     grad_sample_mode: str = field(
         default="functorch",
-        metadata=_help("Per-sample gradient engine: 'functorch', 'hooks' (also with checkpointing) or 'reference' (slow)."),
+        metadata=_help("Per-sample gradient engine: 'functorch', 'hooks' (checkpointing too) or 'reference' (slow)."),
     )
     lora_rank: int = field(default=16, metadata=_help("LoRA rank r of both streams."))
     lora_alpha: float = field(default=16.0, metadata=_help("LoRA alpha; the update is scaled by alpha / r."))
