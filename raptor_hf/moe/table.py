@@ -30,7 +30,9 @@ Weights must not be quantized: GPT-OSS is loaded with `quantization_config=Mxfp4
 On CUDA (compute capability 8.0 or more) the products of stacked experts are PyTorch's grouped ones, as they are in
 transformers by default; `model.set_experts_implementation("eager")` turns them off. This has not been run on a GPU yet.
 Elsewhere, and for separate experts (Switch), it is one product an expert
-([benchmarks](../benchmarks/README.md#grouped-products)).
+([benchmarks](../benchmarks/README.md#grouped-products)). PyTorch's grouped products have no float64. This package's
+classifiers turn to `"eager"` by themselves then; load a float64 model of another class with
+`experts_implementation="eager"`.
 
 ## Told by structure
 
